@@ -1,0 +1,395 @@
+"""The GPT: a decoder-only transformer in the shape of GPT-2, and the cache that lets it write fast.
+
+Read it top to bottom: configuration, the four parts of a block, the loss, the cache, the model.
+Needs torch and nothing else; prints nothing, opens no file, knows no rank.
+Shapes in comments: B rows, T positions, C = n_embd, H heads, D = C / H, V = vocab_size, S = keys.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # new k, v -> all k, v so far
+
+
+@dataclass
+class GPTConfig:
+    """The architecture: with the weights, all that is needed to run the model."""
+
+    vocab_size: int = 50257  # the true size; no id beyond it can be produced
+    block_size: int = 1024  # the context: positions that the model has embeddings for
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = False  # biases in Linear and LayerNorm; GPT-2 has them
+    tie_embeddings: bool = True  # the output head is the token embedding
+    attn_logn: Literal["off", "fixed", "clipped", "learned"] = "off"  # see CausalSelfAttention
+    logn_base: int | None = None  # None: 512 for "fixed", block_size for "clipped"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+        if self.attn_logn not in ("off", "fixed", "clipped", "learned"):
+            raise ValueError(f"attn_logn={self.attn_logn}: must be off, fixed, clipped or learned")
+        if self.logn_base is not None and (
+                self.attn_logn not in ("fixed", "clipped") or self.logn_base < 2):
+            raise ValueError(f"logn_base={self.logn_base}: must be at least 2, and is only of use "
+                             f"with attn_logn=fixed or clipped, here {self.attn_logn}")
+
+
+class LayerNorm(nn.Module):
+    """nn.LayerNorm whose bias is optional."""
+
+    def __init__(self, n_embd: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_embd))
+        self.bias = nn.Parameter(torch.zeros(n_embd)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class CausalSelfAttention(nn.Module):
+    """Every position looks at itself and at those before it.
+
+    Softmax over n keys grows flatter as n grows. `attn_logn` sharpens the query to make up for it:
+    fixed    q * log(n) / log(base)           base 512 (kexue.fm 8823)
+    clipped  q * max(1, log(n) / log(base))   base = the trained context; for use beyond it (Qwen)
+    learned  q * s * log(n), s per head       starts as 1 / log(block_size) (arXiv 2501.19399)
+    where n = position + 1 is the number of keys that the query may see.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head, self.dropout, self.logn = config.n_head, config.dropout, config.attn_logn
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        default_base = config.block_size if self.logn == "clipped" else 512
+        self.log_base = math.log(max(config.logn_base or default_base, 2))
+        if self.logn == "learned":
+            start = 1 / math.log(max(config.block_size, 2))
+            self.logn_scale = nn.Parameter(torch.full((config.n_head,), start))
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None, store: Store) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)  # each (B, T, C)
+        q, k, v = (a.view(B, T, self.n_head, -1).transpose(1, 2) for a in (q, k, v))  # (B, H, T, D)
+        if self.logn != "off":
+            q = q * self.query_scale(pos).to(q.dtype)
+        if store is not None:  # keys and values of all positions so far
+            k, v = store(k, v)  # (B, H, S, D)
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, H, T, D)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+    def query_scale(self, pos: Tensor) -> Tensor:
+        """pos (T,) or (B, T) -> the factor of each query, (1 or B, 1 or H, T, 1)."""
+        log_n = (pos + 1).float().log().view(-1, 1, pos.size(-1), 1)
+        if self.logn == "learned":
+            return log_n * self.logn_scale.view(1, -1, 1, 1)
+        ratio = log_n / self.log_base
+        return ratio.clamp(min=1) if self.logn == "clipped" else ratio
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Scaled dot-product attention of q (B, H, T, D) over k, v (B, H, S, D) -> (B, H, T, D).
+
+    Without a mask, T queries stand for the positions 0..T-1, and a single query sees all keys.
+    """
+    causal = mask is None and q.size(2) > 1
+    if q.device.type == "cpu":  # 16-bit attention is several times slower than fp32 on a CPU
+        with torch.autocast("cpu", enabled=False):
+            a = (x.float() for x in (q, k, v))
+            return F.scaled_dot_product_attention(*a, mask, dropout, causal).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask, dropout, causal)
+
+
+class MLP(nn.Module):
+    """Two layers with GPT-2's tanh GELU between them, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention moves information between positions, the MLP works on each; both add to x."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.n_embd, config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = LayerNorm(config.n_embd, config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None, store: Store) -> Tensor:
+        x = x + self.attn(self.ln_1(x), pos, mask, store)
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the cross entropies of x @ weight.T against targets, in chunks of rows.
+
+    The logits (rows, V) are the largest tensor of a small GPT by far. Here only one chunk of them
+    exists at a time, and its gradient is taken on the spot, so that nothing is computed twice.
+    Rows whose target is -1 add nothing. (The idea: Liger Kernel's fused linear cross entropy.)
+    """
+
+    ROWS = 1024  # enough rows for a matrix product to run at full speed
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, need_grad: bool) -> Tensor:
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        w = weight.to(dtype)
+        total = torch.zeros((), device=x.device)
+        dx = torch.empty_like(x) if need_grad else None
+        dw = torch.zeros_like(weight) if need_grad else None
+        with torch.autocast(device, enabled=False):
+            for first in range(0, len(x), ChunkedCrossEntropy.ROWS):
+                rows = slice(first, first + ChunkedCrossEntropy.ROWS)
+                chunk, target = x[rows].to(dtype), targets[rows, None]
+                real, target = target >= 0, target.clamp(min=0)
+                logp = F.log_softmax(chunk @ w.T, dim=-1, dtype=torch.float32)  # (rows, V)
+                total -= logp.gather(1, target).masked_fill(~real, 0).sum()
+                if need_grad:  # d loss / d logits = p - onehot(target)
+                    p = logp.exp_()
+                    p.scatter_add_(1, target, -torch.ones_like(target, dtype=p.dtype))
+                    p = p.mul_(real).to(dtype)
+                    dx[rows] = p @ w
+                    dw += p.T @ chunk
+        ctx.save_for_backward(dx, dw)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        dx, dw = ctx.saved_tensors
+        return dx * grad, dw * grad, None, None
+
+
+class KVCache:
+    """Keys and values of the positions already seen; made, kept and passed in by the caller.
+
+    `pos` is the number of positions held: a plain number while all rows agree, else a (B,) tensor.
+    Prompts of different lengths: pad them on the right, run them at once, `trim` to the true
+    lengths. No real token ever sees the padding, and the next tokens overwrite it.
+    """
+
+    def __init__(self, config: GPTConfig, batch_size: int = 1, length: int | None = None,
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        H, S = config.n_head, length or config.block_size
+        shape = (config.n_layer, batch_size, H, S, config.n_embd // H)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, H, S, D)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.pos: int | Tensor = 0
+        self.longest = 0  # the largest pos, known without asking the device
+
+    def positions(self, T: int) -> Tensor:
+        """The positions of the next T tokens: (T,), or (B, T) where rows differ."""
+        ahead = torch.arange(T, device=self.k.device)
+        return ahead + (self.pos if isinstance(self.pos, int) else self.pos[:, None])
+
+    def mask(self, T: int) -> Tensor | None:
+        """Which keys the next T queries may see, (1 or B, 1, T, S); None where `attend` knows."""
+        if isinstance(self.pos, int) and (T == 1 or self.pos == 0):
+            return None
+        keys = torch.arange(self.longest + T, device=self.k.device)
+        return keys <= self.positions(T).view(-1, 1, T, 1)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new (B, H, T, D) of a layer; returns all that it holds, each (B, H, S, D)."""
+        T, end = k.size(2), self.longest + k.size(2)
+        if end > self.k.size(3):
+            raise ValueError(f"the cache has room for {self.k.size(3)} positions, {end} are needed")
+        for cache, new in ((self.k[layer], k), (self.v[layer], v)):
+            if isinstance(self.pos, int):
+                cache[:, :, self.pos : end] = new
+            else:
+                rows = torch.arange(len(new), device=new.device)[:, None]
+                cache[rows, :, self.positions(T)] = new.transpose(1, 2).to(cache.dtype)
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+    def advance(self, T: int) -> None:
+        """All layers have stored T more positions."""
+        self.pos, self.longest = self.pos + T, self.longest + T
+
+    def trim(self, lengths: int | Tensor) -> None:
+        """Forget all but the first `lengths` positions, one number or one a row (B,)."""
+        self.pos = lengths
+        self.longest = int(torch.as_tensor(lengths).max())
+        if isinstance(lengths, Tensor) and (lengths == self.longest).all():
+            self.pos = self.longest
+
+    def expand(self, n: int) -> None:
+        """Every row becomes n rows, side by side: n samples pay for one prompt."""
+        self.k, self.v = (a.repeat_interleave(n, dim=1) for a in (self.k, self.v))
+        if isinstance(self.pos, Tensor):
+            self.pos = self.pos.repeat_interleave(n)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows (indices), in this order."""
+        self.k, self.v = self.k[:, rows], self.v[:, rows]
+        if isinstance(self.pos, Tensor):
+            self.trim(self.pos[rows])
+
+    def put(self, rows: Tensor, other: "KVCache") -> None:
+        """Replace these rows by those of another cache, which must agree on one position."""
+        n = other.longest
+        self.k[:, rows, :, :n], self.v[:, rows, :, :n] = other.k[..., :n, :], other.v[..., :n, :]
+        pos = torch.zeros(self.k.size(1), dtype=torch.int64, device=self.k.device) + self.pos
+        pos[rows] = n
+        self.trim(pos)
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, n_layer blocks, a final norm and the output head."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = LayerNorm(config.n_embd, config.bias)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """GPT-2's initialisation: small normals, smaller at the end of each residual branch."""
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                p.normal_(std=residual_std)
+            elif name == "wpe.weight":
+                p.normal_(std=0.01)
+            elif p.ndim == 2:
+                p.normal_(std=0.02)
+            elif name.endswith("bias"):
+                p.zero_()
+
+    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Token ids (B, T) -> the final hidden states (B, T, C), before the head."""
+        T = idx.size(1)
+        held = 0 if cache is None else cache.longest
+        if held + T > self.config.block_size:
+            raise ValueError(f"{held + T} positions, but block_size={self.config.block_size}")
+        pos = torch.arange(T, device=idx.device) if cache is None else cache.positions(T)
+        mask = None if cache is None else cache.mask(T)
+        x = F.dropout(self.wte(idx) + self.wpe(pos), self.config.dropout, self.training)
+        for layer, block in enumerate(self.h):
+            x = block(x, pos, mask, None if cache is None else partial(cache.append, layer))
+        if cache is not None:
+            cache.advance(T)
+        return self.ln_f(x)
+
+    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states (..., C), targets (...) -> sum of cross entropies in nats, their number."""
+        x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)
+        args = x, self.lm_head.weight, targets, torch.is_grad_enabled()
+        return ChunkedCrossEntropy.apply(*args), (targets >= 0).sum()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None):
+        """Token ids (B, T) -> logits (B, T, V); with targets (B, T): (loss_sum, n_targets).
+
+        A target of -1 is ignored. With a cache, idx continues what the cache holds.
+        """
+        x = self.hidden(idx, cache)
+        return self.lm_head(x) if targets is None else self.loss(x, targets)
+
+    @torch.inference_mode()
+    def generate(self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], *,
+                 lengths: Tensor | None = None, num_samples: int = 1,
+                 context_keep: int | None = None, use_cache: bool = True) -> Iterator[Tensor]:
+        """Continue the prompts idx (B, T) token by token: yields ids (B * num_samples,).
+
+        choose: next-token logits (B, V) in fp32 -> ids (B,); called once a step.
+        lengths: (B,) true lengths of prompts that are padded on the right.
+        num_samples: continuations of each prompt, side by side, for one prefill.
+        context_keep: learned positions cannot slide, so a full window is cut to its newest
+            context_keep tokens (default: half) and read again; block_size - 1 is the classic slide.
+        use_cache: False computes every step from scratch and yields the same ids.
+        """
+        size = self.config.block_size
+        keep = max(1, size // 2) if context_keep is None else context_keep
+        if not 1 <= keep <= max(1, size - 1):
+            raise ValueError(f"context_keep={keep}: must be from 1 to block_size-1={size - 1}")
+        if idx.size(1) == 0:
+            raise ValueError("an empty prompt: give at least one token to start from")
+        B = len(idx)
+        n = torch.full((B,), idx.size(1), device=idx.device) if lengths is None else lengths.clone()
+        window = idx.new_zeros(B, size)  # the tokens that each row sees; n of them are filled
+        for row, prompt in enumerate(idx):
+            newest = prompt[: n[row]][-size:]
+            window[row, : len(newest)] = newest
+        n = n.clamp(max=size)
+        cache = self.new_cache(B) if use_cache else None
+        x = self.hidden(window[:, : n.max()], cache)  # (B, T, C)
+        if cache is not None:
+            cache.trim(n)
+            cache.expand(num_samples)
+        x, window, n = (a.repeat_interleave(num_samples, 0) for a in (x, window, n))
+        rows = torch.arange(len(n), device=idx.device)
+        x = x[rows, n - 1]  # (B, C)
+        for step in range(max_new_tokens):
+            ids = choose(self.lm_head(x).float())
+            yield ids
+            if step == max_new_tokens - 1:
+                return
+            full = (n == size).nonzero()[:, 0]
+            if len(full):  # make room for the new token
+                n[full] = keep - 1
+                window[full, : keep - 1] = window[full, size - keep + 1 :]
+                if cache is not None:
+                    again = self.new_cache(len(full), keep)
+                    if keep > 1:
+                        self.hidden(window[full, : keep - 1], again)
+                    cache.put(full, again)
+            window[rows, n] = ids
+            n += 1
+            if cache is not None:
+                x = self.hidden(ids[:, None], cache)[:, 0]
+            else:
+                x = self.hidden(window[:, : n.max()])[rows, n - 1]
+
+    def new_cache(self, batch_size: int = 1, length: int | None = None) -> KVCache:
+        """A cache where the model is; fp32 on a CPU, where attention runs in it (see `attend`)."""
+        w = self.wte.weight
+        dtype = torch.float32 if w.device.type == "cpu" else w.dtype
+        return KVCache(self.config, batch_size, length, w.device, dtype)
+
+    def num_params(self) -> int:
+        """All parameters, each counted once: 124,439,808 for GPT-2's smallest."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """FLOPs of one token, forward and backward, at full context (arXiv 2204.02311, appendix B).
+
+        6 per parameter of a matrix product and 12 L C T for attention, the mask not discounted.
+        """
+        c = self.config
+        lookups = self.wpe.weight.numel() + (0 if c.tie_embeddings else self.wte.weight.numel())
+        return 6 * (self.num_params() - lookups) + 12 * c.n_layer * c.n_embd * c.block_size

@@ -1,0 +1,396 @@
+"""Train a GPT.
+
+    python train.py config/small.py                        about three minutes on a laptop
+    python train.py config/small.py --dataset=my.txt       on your own text
+    python train.py config/small.py --n_layer=6            any setting below is a flag
+
+The same command again goes on with a run that was interrupted.
+"""
+
+import math
+import time
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from data.resolve import resolve
+from tqdm import tqdm
+
+from data import DataError
+from data.dataset import Dataset
+from kit import checkpoint, runs
+from kit.device import (
+    autocast,
+    choose_device,
+    choose_dtype,
+    compile_model,
+    describe,
+    name_of,
+    peak_flops,
+)
+from kit.evaluate import evaluate, spell_loss
+from kit.metrics import Log, Wandb, draw_loss, peak_memory, spell_time
+from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
+from kit.sampling import Sampler, start_ids
+from kit.settings import UserError, at_least, in_range, load, run
+from model import GPT, GPTConfig
+
+
+@dataclass
+class TrainSettings:
+    """Train a GPT. Names and defaults are nanoGPT's; what is ours is described where it stands."""
+
+    # the run
+    out_dir: str | None = None  # folder of the run; None: out/<name of the config file>
+    init_from: str = "auto"  # auto, scratch, resume, or a run or checkpoint folder to start from
+    overwrite: bool = False  # replace a run that is in out_dir
+    seed: int = 1337  # of the initialisation, the order of the data and dropout
+    # the data
+    dataset: str = "openwebtext"  # a name, a text file, a folder of texts or of shards
+    tokenizer: str | None = None  # for a text: byte, char, bpe:N or a tiktoken name; None: bpe:2048
+    batch_size: int = 12  # rows of a micro-step
+    gradient_accumulation_steps: int = 40  # micro-steps of an update
+    # the model
+    block_size: int = 1024  # context, in tokens
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads in a block
+    n_embd: int = 768  # width
+    dropout: float = 0.0  # 0 for pretraining; small data wants 0.1 to 0.2
+    bias: bool = False  # biases in Linear and LayerNorm, as GPT-2 has
+    tie_embeddings: bool = True  # the output head is the token embedding
+    attn_logn: Literal["off", "fixed", "clipped", "learned"] = "off"  # see model.py
+    logn_base: int | None = None  # its base; None: 512 for fixed, block_size for clipped
+    # the optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the hidden matrices
+    learning_rate: float = 6e-4  # peak, AdamW
+    muon_lr: float = 0.02  # peak, Muon
+    weight_decay: float = 1e-1  # of matrices and embeddings
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: no limit
+    # the schedule, in updates
+    max_iters: int = 600000  # updates
+    decay_lr: bool = True  # False: the learning rates stay at their peak from the first update on
+    schedule: Literal["cosine", "linear"] = "cosine"  # linear: flat, then down over the cooldown
+    cooldown: float = 0.6  # share of the run that schedule=linear spends going down
+    warmup_iters: int = 2000  # updates in which the rate rises
+    lr_decay_iters: int | None = None  # where it reaches its end; None: max_iters
+    min_lr: float = 6e-5  # its end for AdamW; Muon falls by the same factor
+    patience: int = 0  # stop after so many evaluations without a better one; 0: never
+    # evaluating, logging and saving
+    eval_interval: int = 2000  # updates between evaluations
+    eval_iters: int = 0  # batches of an evaluation; 0: the whole validation split
+    eval_only: bool = False  # evaluate the run, or init_from, and leave
+    always_save_checkpoint: bool = True  # False: save at an evaluation only if it is the best
+    keep: int = 2  # newest checkpoints that stay, beside the best
+    log_interval: int = 1  # updates between lines of log.jsonl
+    wandb_log: bool = False  # also log to Weights & Biases
+    wandb_project: str = "bonsaigpt"  # its project
+    wandb_run_name: str | None = None  # its name there; None: that of out_dir
+    # the machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    compile: Literal["auto"] | bool = "auto"  # torch.compile; auto: on a GPU
+    debug: bool = False  # show tracebacks of mistakes
+
+    def check(self) -> None:
+        """Refuse values out of range or at odds with each other; UserError names both."""
+        at_least(self, 1, "batch_size gradient_accumulation_steps max_iters eval_interval keep "
+                          "log_interval")
+        at_least(self, 0, "seed warmup_iters patience eval_iters weight_decay grad_clip min_lr")
+        in_range(self, 0, math.inf, "learning_rate muon_lr")
+        in_range(self, -1e-9, 1, "beta1 beta2")
+        in_range(self, 0, 1 + 1e-9, "cooldown")
+        end = self.lr_decay_iters or self.max_iters
+        if self.decay_lr and self.warmup_iters >= end:
+            raise UserError(f"warmup_iters={self.warmup_iters} does not fit before the end of the "
+                            f"schedule, {end} updates")
+        if self.decay_lr and self.min_lr > self.learning_rate:
+            raise UserError(f"min_lr={self.min_lr} is above learning_rate={self.learning_rate}")
+        self.model_config(vocab_size=1)
+
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        names = {f.name for f in fields(GPTConfig)} - {"vocab_size"}
+        try:
+            return GPTConfig(vocab_size=vocab_size, **{n: getattr(self, n) for n in names})
+        except ValueError as e:
+            raise UserError(str(e)) from None
+
+
+# a run can go on with other settings, but not with another one of these
+ARCHITECTURE = {f.name for f in fields(GPTConfig)} - {"dropout", "vocab_size"} | {"optimizer"}
+
+
+@dataclass
+class Progress:
+    """All that moves while training, beside the weights and the optimizer; saved in state.json."""
+
+    step: int = 0  # updates done
+    rows: int = 0  # rows of the data consumed: the whole state of the loader
+    tokens: int = 0
+    val_loss: float | None = None  # of the last evaluation
+    val_bpb: float | None = None
+    last_eval: int = 0  # the step it was made at
+    best_step: int = 0
+    best_loss: float | None = None
+    best_bpb: float | None = None
+    worse: int = 0  # evaluations since the best
+    elapsed_s: float = 0.0  # over all resumes
+    train_s: float = 0.0  # without evaluating and saving
+    finished: bool = False
+
+
+def say(text: str) -> None:
+    tqdm.write(text)
+
+
+# ----------------------------------------------------------------------------------------- main
+
+
+def main(argv: list[str]) -> int:
+    loaded = load(TrainSettings, argv, default_config="config/small.py")
+    s, device = loaded.settings, choose_device(loaded.settings.device)
+    source = runs.find_source(s.init_from)
+    if source:
+        runs.adopt_architecture(s, checkpoint.load_config(source), loaded.given, source)
+    data = open_data(s, source)
+    if s.eval_only:
+        return evaluate_only(s, source, data, device)
+    claimed = runs.claim(s.out_dir, loaded.files[-1].stem, s.init_from, s.overwrite, say)
+    wanted = s.dtype
+    if claimed.resume:
+        runs.check_resume(claimed, asdict(s), ARCHITECTURE, data, say)
+        wanted = runs.same_dtype(claimed, s.dtype, device.type)
+    trainer = Trainer(s, claimed.path, data, device, choose_dtype(wanted, device))
+    if claimed.resume:
+        trainer.restore(*claimed.resume)
+    elif source:
+        checkpoint.load_weights(trainer.model, source / "model.safetensors")
+        say(f"starting from the weights of {source}")
+    trainer.introduce()
+    trainer.loop()
+    if trainer.progress.finished:
+        trainer.conclude()
+        return 0
+    say(f"interrupted at step {trainer.progress.step}, saved. Go on with:\n"
+        f"    {runs.command_to_go_on(loaded, claimed.path)}")
+    return 128 + trainer.interrupt.signal
+
+
+def open_data(s: TrainSettings, source: Path | None) -> Dataset:
+    """The data set, prepared if need be, its shards checked and long enough for the context."""
+    tokenizer = s.tokenizer
+    if source and tokenizer is None and Path(s.dataset).exists():  # own text for given weights
+        tokenizer = str(source / "tokenizer.json")
+    data = Dataset(resolve(s.dataset, tokenizer, say), tokenizer=tokenizer)
+    for split in (data.train, data.val):
+        split.require(s.block_size)
+    if source:
+        runs.same_tokenizer(source, data.tokenizer)
+    return data
+
+
+def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset,
+                  device: torch.device) -> int:
+    """The loss of a checkpoint on the validation split; nothing is written."""
+    folder = source or runs.find_checkpoint(runs.find_run(s.out_dir))
+    runs.same_tokenizer(folder, data.tokenizer)
+    model, _, state = checkpoint.load_model(folder)
+    dtype = choose_dtype(s.dtype, device)
+    batches = data.val.batches(model.config.block_size, s.batch_size, s.eval_iters)
+    result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
+                      partial(autocast, device, dtype))
+    say(f"{folder}, step {state['step']}: {spell_loss(result)}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------ the loop
+
+
+class Trainer:
+    """Model, optimizers, data and progress, and the loop that moves them."""
+
+    def __init__(self, s: TrainSettings, path: Path, data: Dataset, device: torch.device,
+                 dtype: torch.dtype):
+        self.s, self.path, self.data, self.device, self.dtype = s, path, data, device, dtype
+        torch.manual_seed(s.seed)
+        self.model = GPT(s.model_config(data.vocab_size)).to(device)
+        self.optimizers = build_optimizers(self.model, s)
+        self.autocast = partial(autocast, device, dtype)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.progress = Progress()
+        self.saved = (0, False)  # step and finished, as the newest checkpoint has them
+
+    def restore(self, folder: Path, state: dict[str, Any]) -> None:
+        """Take up a checkpoint exactly where it was left."""
+        self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
+        self.saved = (self.progress.step, self.progress.finished)
+        self.progress.finished = False
+        checkpoint.load_weights(self.model, folder / "model.safetensors")
+        tensors = checkpoint.load_tensors(folder / "optimizer.safetensors")
+        load_optimizer_tensors(self.optimizers, self.model, tensors)
+        self.scaler.load_state_dict(state["scaler"])
+        say(f"going on with {self.path} from step {self.progress.step}")
+
+    def introduce(self) -> None:
+        """The first lines of a run; then everything is ready for the loop."""
+        s, data, p = self.s, self.data, self.progress
+        say(f"device: {describe(self.device, self.dtype)}")
+        compiled = compile_model(self.model, s.compile, self.autocast)
+        self.peak = peak_flops(self.dtype, self.device)
+        rows = s.batch_size * s.gradient_accumulation_steps
+        tokens = rows * s.block_size
+        say(f"model: {self.model.num_params():,} parameters, {data.vocab_size:,} tokens "
+            f"({data.tokenizer.spec}); compile {compiled}")
+        say(f"update: {s.batch_size} rows x {s.block_size} tokens x "
+            f"{s.gradient_accumulation_steps} micro-steps x 1 process = {tokens:,} tokens")
+        epochs = s.max_iters * tokens / data.train.n_tokens
+        say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens, "
+            f"in {self.path}")
+        checkpoint.write_json(self.path / "config.json", {
+            "settings": asdict(s), "device": self.device.type, "dtype": name_of(self.dtype),
+            "dataset_hash": data.hash})
+        runs.remember(self.path)
+        self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
+        name = s.wandb_run_name or self.path.name
+        self.wandb = Wandb(s.wandb_log, s.wandb_project, name, asdict(s), say)
+        self.interrupt = runs.Interrupt()
+        self.drawn = time.perf_counter()  # when the curve was drawn
+        self.began = self.drawn - p.elapsed_s
+
+    def loop(self) -> None:
+        """Update, log, evaluate and save until the run is finished or interrupted."""
+        s, p = self.s, self.progress
+        bar = tqdm(total=s.max_iters, initial=p.step, unit="update", disable=None, smoothing=0.05)
+        first, mark = p.step, (time.perf_counter(), p.tokens)
+        while True:
+            due = p.step > 0 and (p.step % s.eval_interval == 0 or p.step >= s.max_iters)
+            if due and p.last_eval != p.step:
+                self.evaluate()
+                mark = time.perf_counter(), p.tokens
+            p.finished = p.finished or (p.step >= s.max_iters and p.last_eval == p.step)
+            if p.finished or self.interrupt.signal:
+                break
+            start = time.perf_counter()
+            row = self.update()
+            p.train_s += time.perf_counter() - start
+            if p.step % s.log_interval == 0:
+                tok_s = (p.tokens - mark[1]) / (time.perf_counter() - mark[0])
+                mark = time.perf_counter(), p.tokens
+                mfu = tok_s * self.model.flops_per_token() / self.peak
+                self.record(row | {"tok_s": round(tok_s, 1), "mfu": round(mfu, 4)})
+                bar.set_postfix(loss=f"{row['loss']:.3f}", val=f"{p.val_loss or math.nan:.3f}",
+                                tok_s=f"{tok_s:,.0f}", refresh=False)
+            bar.update()
+            if p.step == first + 10:
+                left = p.train_s / p.step * (s.max_iters - p.step)
+                say(f"about {spell_time(left)} of training left")
+        bar.close()
+        if self.saved != (p.step, p.finished):
+            self.save(is_best=False)
+        draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
+        self.wandb.finish()
+
+    def update(self) -> dict[str, Any]:
+        """One update of batch_size x gradient_accumulation_steps rows -> its line of the log."""
+        s, p = self.s, self.progress
+        factor = set_lr(self.optimizers, p.step, s)
+        n = s.batch_size * s.gradient_accumulation_steps
+        rows = torch.from_numpy(self.data.train.rows(p.rows, n, s.block_size, s.seed))  # (n, T+1)
+        rows = rows.to(self.device, non_blocking=True)
+        n_targets = (rows[:, 1:] >= 0).sum().clamp(min=1)  # of the whole update
+        total = torch.zeros((), device=self.device)
+        for micro, part in enumerate(rows.split(s.batch_size)):
+            if s.dropout:  # dropout is a function of seed, step and micro-step: no state to save
+                torch.manual_seed(((s.seed << 40) + (p.step << 12) + micro) % 2**63)
+            with self.autocast():
+                loss_sum, _ = self.model(part[:, :-1], part[:, 1:])
+            self.scaler.scale(loss_sum / n_targets).backward()
+            total += loss_sum.detach()
+        for o in self.optimizers:
+            self.scaler.unscale_(o)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip or math.inf)
+        loss, grad_norm = (total / n_targets).item(), norm.item()
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
+            self.give_up(p.step + 1, f"the loss is {loss}, the gradient norm {grad_norm}")
+        for o in self.optimizers:
+            self.scaler.step(o)
+            o.zero_grad(set_to_none=True)
+        self.scaler.update()
+        p.step, p.rows, p.tokens = p.step + 1, p.rows + n, p.tokens + n * s.block_size
+        return {"step": p.step, "tokens": p.tokens, "loss": loss, "lr": s.learning_rate * factor,
+                "grad_norm": grad_norm}
+
+    def give_up(self, step: int, why: str) -> None:
+        last = checkpoint.pointed(self.path, "latest")
+        raise UserError(f"step {step}: {why}; the last good checkpoint is "
+                        f"{self.path / 'ckpt' / last if last else 'not there yet'}. Try a lower "
+                        "learning_rate or muon_lr, a longer warm-up, or dtype=float32")
+
+    def evaluate(self) -> None:
+        """Measure the validation split, log it, save, and decide whether the run is over."""
+        s, p = self.s, self.progress
+        batches = self.data.val.batches(s.block_size, s.batch_size, s.eval_iters)
+        result = evaluate(self.model, batches, self.data.token_byte_lengths(), self.data.separator,
+                          self.autocast, lambda: self.interrupt.signal is not None)
+        if result is None:  # interrupted; the next start makes up for it
+            return
+        if not math.isfinite(result["loss"]):
+            self.give_up(p.step, f"the validation loss is {result['loss']}")
+        p.val_loss, p.val_bpb, p.last_eval = result["loss"], result["bpb"], p.step
+        is_best = p.best_loss is None or p.val_loss < p.best_loss
+        if is_best:
+            p.best_step, p.best_loss, p.best_bpb, p.worse = p.step, p.val_loss, p.val_bpb, 0
+        else:
+            p.worse += 1
+        p.finished = p.step >= s.max_iters or bool(s.patience and p.worse >= s.patience)
+        self.record({"step": p.step, "tokens": p.tokens, "val_loss": p.val_loss,
+                     "val_bpb": p.val_bpb})
+        best = "best so far, " if is_best else ""
+        say(f"step {p.step:,}: {spell_loss(result)}, {best}{spell_time(p.elapsed_s)}")
+        if s.always_save_checkpoint or is_best or p.finished:
+            self.save(is_best)
+        if time.perf_counter() - self.drawn > 30:
+            draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
+            self.drawn = time.perf_counter()
+
+    def record(self, row: dict[str, Any]) -> None:
+        p = self.progress
+        p.elapsed_s = time.perf_counter() - self.began
+        row |= {"elapsed_s": round(p.elapsed_s, 3), "train_s": round(p.train_s, 3)}
+        self.log.write(row)
+        self.wandb.log(row)
+
+    def save(self, is_best: bool) -> None:
+        state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
+                 "threads": torch.get_num_threads(), "torch": torch.__version__}
+        checkpoint.save(self.path, self.model, optimizer_tensors(self.optimizers, self.model),
+                        self.data.tokenizer.to_json(), state, self.s.keep, is_best)
+        self.saved = (self.progress.step, self.progress.finished)
+
+    def conclude(self) -> None:
+        """The last lines of a run, and what the model writes."""
+        p = self.progress
+        if p.best_loss is not None:
+            say(f"best: step {p.best_step:,}, validation loss {p.best_loss:.4f}, "
+                f"{p.best_bpb:.4f} bits per byte; last {p.val_loss:.4f}, {p.val_bpb:.4f}")
+        say(f"{p.tokens:,} tokens in {spell_time(p.train_s)} of training, "
+            f"{p.tokens / max(p.train_s, 1e-9):,.0f} tokens/s, {spell_time(p.elapsed_s)} in all; "
+            f"peak memory {peak_memory(self.device.type) / 2**20:,.0f} MiB")
+        best = checkpoint.pointed(self.path, "best") or checkpoint.pointed(self.path, "latest")
+        say(f"checkpoint: {self.path / 'ckpt' / best}\ncurve: {self.path / 'loss.png'}")
+        say(f"a sample:\n{'-' * 80}\n{self.sample()}\n{'-' * 80}")
+        say('write more with: python sample.py --prompt "..."')
+
+    def sample(self, max_new_tokens: int = 256) -> str:
+        """What the model writes by itself."""
+        start = torch.tensor([start_ids(self.data.tokenizer)], device=self.device)
+        choose = Sampler(1, temperature=0.8, top_k=200, seed=self.s.seed)
+        ids = self.model.eval().generate(start, max_new_tokens, choose)
+        return self.data.tokenizer.decode([int(i) for i in ids])
+
+
+if __name__ == "__main__":
+    run(main, mistakes=(DataError,))

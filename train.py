@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from data.resolve import resolve
 from tqdm import tqdm
 
 from data import DataError
 from data.dataset import Dataset
+from data.prepare import resolve
 from kit import checkpoint, runs
 from kit.device import (
     autocast,
@@ -30,7 +30,7 @@ from kit.device import (
     name_of,
     peak_flops,
 )
-from kit.evaluate import evaluate, spell_loss
+from kit.evaluate import eval_batches, evaluate, spell_loss
 from kit.metrics import Log, Wandb, draw_loss, peak_memory, spell_time
 from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
 from kit.sampling import Sampler, start_ids
@@ -170,7 +170,8 @@ def main(argv: list[str]) -> int:
         checkpoint.load_weights(trainer.model, source / "model.safetensors")
         say(f"starting from the weights of {source}")
     trainer.introduce()
-    trainer.loop()
+    with trainer.interrupt:
+        trainer.loop()
     if trainer.progress.finished:
         trainer.conclude()
         return 0
@@ -199,7 +200,7 @@ def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset,
     runs.same_tokenizer(folder, data.tokenizer)
     model, _, state = checkpoint.load_model(folder)
     dtype = choose_dtype(s.dtype, device)
-    batches = data.val.batches(model.config.block_size, s.batch_size, s.eval_iters)
+    batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters)
     result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
                       partial(autocast, device, dtype))
     say(f"{folder}, step {state['step']}: {spell_loss(result)}")
@@ -220,7 +221,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, s)
         self.autocast = partial(autocast, device, dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.progress = Progress()
+        self.progress, self.interrupt = Progress(), runs.Interrupt()
         self.saved = (0, False)  # step and finished, as the newest checkpoint has them
 
     def restore(self, folder: Path, state: dict[str, Any]) -> None:
@@ -256,7 +257,6 @@ class Trainer:
         self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
         name = s.wandb_run_name or self.path.name
         self.wandb = Wandb(s.wandb_log, s.wandb_project, name, asdict(s), say)
-        self.interrupt = runs.Interrupt()
         self.drawn = time.perf_counter()  # when the curve was drawn
         self.began = self.drawn - p.elapsed_s
 
@@ -332,7 +332,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the validation split, log it, save, and decide whether the run is over."""
         s, p = self.s, self.progress
-        batches = self.data.val.batches(s.block_size, s.batch_size, s.eval_iters)
+        batches = eval_batches(self.data.val, s.block_size, s.batch_size, s.eval_iters)
         result = evaluate(self.model, batches, self.data.token_byte_lengths(), self.data.separator,
                           self.autocast, lambda: self.interrupt.signal is not None)
         if result is None:  # interrupted; the next start makes up for it

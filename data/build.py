@@ -105,7 +105,7 @@ def _write_splits(folder: Path, parts: Iterable[tuple[str, str]], tokenizer: Tok
                   total_bytes: int) -> dict[str, dict]:
     """Encode everything into shards; returns {split: {documents, bytes, tokens, shards}}."""
     splits = {name: {"documents": 0, "bytes": 0} for name in SPLITS}
-    separator = [] if tokenizer.eot is None else [np.array([tokenizer.eot])]
+    separator = [] if tokenizer.eot is None else [np.array([tokenizer.eot], np.uint32)]
     with ExitStack() as stack:
         writers = {name: stack.enter_context(ShardWriter(folder, name, tokenizer.vocab_size))
                    for name in SPLITS}

@@ -35,7 +35,10 @@ class Dataset:
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 of dataset.json, which holds those of the shards: equal hash, equal data."""
+        """Hex SHA-256 of dataset.json, which holds those of the shards: equal hash, equal data.
+
+        Of published shards it knows names, token counts and tokenizer only.
+        """
         return canonical_hash(self.meta)
 
     @functools.cached_property

@@ -51,7 +51,7 @@ def resolve(dataset: str, tokenizer: str | None = None, say: Callable[[str], Non
     if path.is_dir() and foreign_shards(path, "train"):
         return path
     if dataset and path.exists():
-        return _prepare_text(path.absolute(), tokenizer or DEFAULT_TOKENIZER, say, root)
+        return _prepare_text(path, tokenizer or DEFAULT_TOKENIZER, say, root)
     names = sorted({*prepared, *KNOWN})
     near = difflib.get_close_matches(dataset, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -77,12 +77,13 @@ def _identity(tokenizer: str) -> str:
 
 def _prepare_text(path: Path, tokenizer: str, say: Callable[[str], None], root: Path) -> Path:
     """A user's text, under a name that follows from what it says, not from where it lies."""
-    content = f"{scan([str(path)], 'strict', root).sha256} {_identity(tokenizer)}"
-    name = f"{stem(str(path))}-{sha256(content.encode()).hexdigest()[:10]}"
+    source = str(path.absolute())  # Path("./stdlib") alone has lost what tells it from the keyword
+    content = f"{scan([source], 'strict', root).sha256} {_identity(tokenizer)}"
+    name = f"{stem(source)}-{sha256(content.encode()).hexdigest()[:10]}"
     if (root / name / "dataset.json").is_file():
         return root / name
     say(f"preparing {path} as {name}")
-    return prepare([str(path)], name, tokenizer, say=say, root=root)
+    return prepare([source], name, tokenizer, say=say, root=root)
 
 
 def stem(source: str) -> str:
@@ -108,7 +109,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="python -m data.prepare", description=__doc__.splitlines()[0],
                      allow_abbrev=False)
     add = parser.add_argument
-    add("sources", nargs="+", metavar="SOURCE",
+    add("sources", nargs="*", metavar="SOURCE",
         help=f"a text file, a folder of texts, {' or '.join(KEYWORDS)}")
     add("--name", help="of the dataset (default: that of the first source)")
     add("--tokenizer", metavar="SPEC", help="byte, char, bpe:N, a tiktoken encoding or a "
@@ -120,13 +121,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         f"least {100 * MIN_VAL_SHARE:.0f}%% of their bytes (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace a dataset that has the name")
     add("--debug", action="store_true", help="show tracebacks")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.sources:  # asked for here, not by argparse, which would not name an unknown option
+        parser.error("give at least one SOURCE")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0, 2 for a mistake or 130 for Ctrl-C."""
     args = _arguments(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path may have what a terminal lacks
+    if sys.stdout.errors == "strict":  # a path may have letters that the output's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     sources, tokenizer = args.sources, DEFAULT_TOKENIZER
     if len(sources) == 1 and sources[0] in KNOWN:
         sources, tokenizer = KNOWN[sources[0]]

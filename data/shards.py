@@ -155,7 +155,7 @@ class Split:
         if not 0 <= start <= start + n <= self.n_tokens:
             raise IndexError(f"tokens {start} to {start + n} of {self.n_tokens}")
         out = np.empty(n, dtype=self._dtype)
-        self._read_into(start, memoryview(out).cast("B"))
+        self._read_into(start, out)
         return out
 
     def windows_per_epoch(self, block_size: int) -> int:
@@ -173,12 +173,11 @@ class Split:
         slack = self.n_tokens - 1 - windows * block_size
         starts = window_starts(first, n, windows, block_size, slack, seed)
         out = np.empty((n, block_size + 1), dtype=self._dtype)
-        buffer, width = memoryview(out).cast("B"), out.strides[0]
-        for row, start in enumerate(starts):
-            self._read_into(start, buffer[row * width:(row + 1) * width])
+        for row, start in zip(out, starts, strict=True):
+            self._read_into(start, row)
         if out.max(initial=0) >= self.vocab_size:
-            for row, start in enumerate(starts):
-                self._check_ids(out[row], start)
+            for row, start in zip(out, starts, strict=True):
+                self._check_ids(row, start)
         return out.astype(np.int64)
 
     def fixed_windows(self, block_size: int) -> int:
@@ -201,17 +200,17 @@ class Split:
             x[:targets], y[:targets] = tokens[:-1], tokens[1:]
         return x.reshape(n, block_size), y.reshape(n, block_size)
 
-    def _read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer of bytes with the tokens from `start` on, across shards."""
+    def _read_into(self, start: int, out: np.ndarray) -> None:
+        """Fill a contiguous array (n,) with the tokens from `start` on, across shards."""
+        if not out.size:
+            return
         shard = bisect.bisect_right(self._ends, start)
-        begin = self._ends[shard - 1] if shard else 0
-        while buffer:
-            part = buffer[:(self._ends[shard] - start) * self._dtype.itemsize]
-            self._files[shard].seek(HEADER_BYTES + (start - begin) * self._dtype.itemsize)
-            if self._files[shard].readinto(part) != len(part):
-                raise DataError(f"{self.paths[shard]} was cut while in use; prepare it again")
-            buffer, start, begin = buffer[len(part):], self._ends[shard], self._ends[shard]
-            shard += 1
+        file, begin = self._files[shard], self._ends[shard - 1] if shard else 0
+        part = out[:self._ends[shard] - start]
+        file.seek(HEADER_BYTES + (start - begin) * out.itemsize)
+        if file.readinto(part) != part.nbytes:
+            raise DataError(f"{self.paths[shard]} was cut while in use; prepare it again")
+        self._read_into(start + part.size, out[part.size:])
 
     def _check_sample(self, begin: int, end: int, chunks: int = 16, length: int = 4096) -> None:
         """Look for foreign ids in the first, the last and some chunks between of one shard."""

@@ -77,8 +77,11 @@ def _files(source: str, root: Path, skipped: Counter[str]) -> Iterator[tuple[str
 
 def _walk(folder: Path, excluded: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
     """All regular files below a folder, by POSIX path; links to folders are not followed."""
+    def refuse(error: OSError) -> None:  # os.walk would pass over what it may not read
+        raise error
+
     found = []
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not excluded(name)]
         found += [Path(parent, name) for name in files if not excluded(name)]
     names = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}

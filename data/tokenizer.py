@@ -58,10 +58,6 @@ class Tokenizer:
             raise DataError(f"token id {id} is not in the vocabulary of {self.vocab_size} ids")
         return self._tokens[id]
 
-    def start_ids(self) -> list[int]:
-        """What stands before a text with no beginning: the separator, for `char` a new line."""
-        return [self.eot] if self.eot is not None else self.encode("\n", unknown="skip") or [0]
-
     def to_json(self) -> dict:
         """All that `from_json` needs, in JSON's types, with the hash of the rest."""
         return {**self._json, "hash": self.hash}
@@ -104,13 +100,14 @@ class CharTokenizer(Tokenizer):
         self.alphabet = check_utf8("".join(sorted(set(alphabet))))
         if not self.alphabet:
             raise DataError("a `char` tokenizer needs text with at least one character")
-        self._codes = _code_points(self.alphabet)
         super().__init__("char", [c.encode("utf-8") for c in self.alphabet], {})
+        codes = _code_points(self.alphabet)
+        self._ids = np.full(int(codes[-1]) + 2, self.vocab_size, dtype=np.uint32)  # by code point
+        self._ids[codes] = np.arange(self.vocab_size)
 
     def _encode(self, text: str, unknown: str) -> np.ndarray:
-        codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
-        known = self._codes[ids] == codes
+        ids = self._ids[_code_points(text).clip(max=self._ids.size - 1)]
+        known = ids < self.vocab_size
         if unknown != "skip" and not known.all():
             position = int(np.argmin(known))
             raise DataError(f"the character {text[position]!r} at position {position} is none of "

@@ -40,10 +40,14 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def to_text(value: dict[str, Any]) -> str:
+    return json.dumps({"format": FORMAT, **value}, indent=1) + "\n"
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write JSON aside, sync it and rename it: a reader sees the old file or the new one."""
     aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text(json.dumps({"format": FORMAT, **value}, indent=1) + "\n", encoding="utf-8")
+    aside.write_text(to_text(value), encoding="utf-8")
     sync(aside)
     os.replace(aside, path)
     sync(path.parent)
@@ -84,7 +88,7 @@ def save(run: Path, model: GPT, optimizer_tensors: dict[str, torch.Tensor], toke
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step_{state['step']:06d}"
     aside = folder / f".tmp-{final.name}"
-    remove(aside)
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
@@ -97,29 +101,49 @@ def save(run: Path, model: GPT, optimizer_tensors: dict[str, torch.Tensor], toke
     for name in FILES:
         sync(aside / name)
     sync(aside)
-    if final.exists():  # a damaged one, or a run that goes over the same step again
-        remove(final)
+    before = hide(final)  # a damaged one, or the run goes over the same step again
     os.replace(aside, final)
     sync(folder)
-    if is_best:
-        write_json(folder / "best.json", {"name": final.name})
+    shutil.rmtree(before, ignore_errors=True)
+    best = f"step_{state['step'] if is_best else state.get('best_step', 0):06d}"
+    if (folder / best).exists():  # always, in case that the last process ended before this line
+        write_json(folder / "best.json", {"name": best})
     write_json(folder / "latest.json", {"name": final.name})
-    spare = {p.name for p in newest_first(run)[:keep]} | {pointed(run, "best")}
+    so_far = [p for p in newest_first(run) if step_of(p) <= state["step"]]  # later ones are damaged
+    spare = {p.name for p in so_far[:keep]} | {pointed(run, "best")}
     for old in newest_first(run):
         if old.name not in spare:
             remove(old)
     return final
 
 
+def hide(folder: Path) -> Path:
+    """Rename a folder, if there is one, so that no half of it is ever taken for a checkpoint."""
+    hidden = folder.with_name(f".tmp-old-{folder.name}")
+    if folder.exists():
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+    return hidden
+
+
 def remove(folder: Path) -> None:
-    """Delete a folder so that no half of it is ever taken for a checkpoint."""
-    if not folder.exists():
-        return
-    if not folder.name.startswith(".tmp-"):
-        doomed = folder.with_name(f".tmp-old-{folder.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder = folder.rename(doomed)
-    shutil.rmtree(folder)
+    """Delete a checkpoint."""
+    shutil.rmtree(hide(folder))
+
+
+def tidy(run: Path) -> None:
+    """Clear away what a killed process left; what it was about to replace comes back."""
+    for stale in (run / "ckpt").glob(".tmp-*"):
+        back = stale.with_name(stale.name.removeprefix(".tmp-old-"))
+        try:
+            if back != stale and not back.exists() and check(stale):
+                stale.rename(back)
+        except UserError:  # it was being deleted
+            pass
+        if stale.is_dir():
+            shutil.rmtree(stale)
+        else:
+            stale.unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -128,7 +152,12 @@ def remove(folder: Path) -> None:
 def newest_first(run: Path) -> list[Path]:
     """The checkpoint folders of a run."""
     found = [p for p in (run / "ckpt").glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """step_000500 -> 500"""
+    return int(folder.name[5:])
 
 
 def pointed(run: Path, which: str) -> str | None:
@@ -144,7 +173,8 @@ def check(folder: Path, names: tuple[str, ...] = FILES) -> dict[str, Any]:
     """Verify a checkpoint against its state.json; returns the state. UserError if damaged."""
     try:
         state = read_json(folder / "state.json")
-        if seal(state) != state.get("seal"):
+        text = (folder / "state.json").read_text(encoding="utf-8")
+        if seal(state) != state.get("seal") or to_text(state) != text:
             raise UserError(f"{folder / 'state.json'}: damaged, its hash does not fit")
         for name in names:
             if digest(folder / name) != state["files"][name]:
@@ -191,11 +221,12 @@ def load_weights(model: GPT, path: Path) -> None:
     tensors, parameters = load_tensors(path), dict(model.named_parameters())
     if difference := tensors.keys() ^ parameters.keys():
         raise UserError(f"{path}: does not fit the model, see {', '.join(sorted(difference)[:3])}")
+    for name, p in parameters.items():
+        if tensors[name].shape != p.shape:
+            raise UserError(f"{path}: {name} is {tuple(tensors[name].shape)}, "
+                            f"the model's is {tuple(p.shape)}")
     with torch.no_grad():
         for name, p in parameters.items():
-            if tensors[name].shape != p.shape:
-                raise UserError(f"{path}: {name} is {tuple(tensors[name].shape)}, "
-                                f"the model's is {tuple(p.shape)}")
             p.copy_(tensors[name])
 
 

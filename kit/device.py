@@ -104,12 +104,12 @@ def compile_model(model: GPT, wanted: bool | str,
 
     if wanted is False or (wanted == "auto" and device.type != "cuda"):
         return "off"
-    model.compile()
     try:
+        model.compile()
         trial()
         return "on"
     except Exception as e:  # whatever a compiler may raise; a fault of the model shows again below
         model._compiled_call_impl = None
         trial()
-        reason = next((line for line in str(e).splitlines() if line.strip()), "").strip()
+        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), "it failed")
         return f"off ({type(e).__name__}: {reason[:120]})"

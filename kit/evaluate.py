@@ -1,8 +1,9 @@
 """The loss of a model on a whole split, also as perplexity and as bits per byte."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,21 @@ def evaluate(model: GPT, batches: Iterable[tuple[np.ndarray, np.ndarray]], byte_
     mean = (text_loss + separator_loss) / tokens
     return {"loss": mean, "perplexity": math.exp(min(mean, 700)),
             "bpb": text_loss / math.log(2) / max(n_bytes, 1)}
+
+
+def eval_batches(split: Any, block_size: int, batch_size: int,
+                 eval_iters: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Fixed windows of a split, (x, y) of (batch_size, block_size): each token a target once.
+
+    eval_iters > 0 takes so many batches, spread evenly over the split, instead of all.
+    """
+    windows = split.fixed_windows(block_size)
+    if not eval_iters:  # the result is the same for any batch size; small ones would be slow
+        batch_size = max(batch_size, 4096 // block_size)
+    starts = range(0, windows, batch_size)
+    n = min(eval_iters or len(starts), len(starts))
+    for i in (starts[k * len(starts) // n] for k in range(n)):
+        yield split.window(i, min(batch_size, windows - i), block_size)
 
 
 def spell_loss(result: dict[str, float]) -> str:

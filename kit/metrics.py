@@ -1,6 +1,7 @@
 """What a run tells: log.jsonl, loss.png, wandb, times in words, peak memory."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -23,13 +24,19 @@ class Log:
             self.rows += [row for row in read_log(path) if "format" not in row
                           and row["step"] <= (last_eval if "val_loss" in row else step)]
         aside = path.with_name(".tmp-" + path.name)
-        aside.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        aside.write_text("".join(map(to_line, self.rows)), encoding="utf-8")
         os.replace(aside, path)
 
     def write(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         with self.path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
+            f.write(to_line(row))
+
+
+def to_line(row: dict[str, Any]) -> str:
+    """A row as JSON, which has no NaN and no infinity: they become null."""
+    odd = {k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    return json.dumps(row | odd) + "\n"
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -38,7 +45,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
@@ -62,7 +69,8 @@ class Wandb:
             action(wandb)
         except Exception as e:  # a logger must not end a run, whatever it raises
             self.run = None
-            self.warn(f"wandb is off from here on, log.jsonl goes on: {type(e).__name__}: {e}")
+            reason = " ".join(f"{type(e).__name__}: {e}".split())
+            self.warn(f"wandb is off from here on, log.jsonl goes on: {reason}")
 
     def log(self, row: dict[str, Any]) -> None:
         if self.run:
@@ -75,14 +83,13 @@ class Wandb:
 
 def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """loss.png: the training loss (faint), its running mean, the validation loss."""
-    import matplotlib  # here, because it is slow to import
+    from matplotlib.figure import Figure  # here, because it is slow to import; needs no display
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    train = [(r["step"], r["loss"]) for r in rows if "loss" in r]
-    val = [(r["step"], r["val_loss"], r.get("val_bpb")) for r in rows if "val_loss" in r]
-    fig, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
+    val = [(r["step"], r["val_loss"], r.get("val_bpb")) for r in rows
+           if r.get("val_loss") is not None]
+    fig = Figure(figsize=(8, 4.5), layout="constrained")
+    ax = fig.subplots()
     if train:
         steps, losses = zip(*train, strict=True)
         ax.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="training, each update")
@@ -94,14 +101,14 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         text = f"best {losses[best]:.3f}" + (f" = {bpb[best]:.3f} bits/byte" if bpb[best] else "")
         ax.annotate(text, (steps[best], losses[best]), xytext=(-4, 22), ha="right",
                     textcoords="offset points", arrowprops={"arrowstyle": "-", "color": "#777777"})
-    ax.set(xlabel="update", ylabel="loss (nats per token)", title=title)
+    ax.set(xlabel="update", ylabel="loss (nats per token)")
+    ax.set_title(title, parse_math=False)  # a folder may be called $x_{
     ax.grid(alpha=0.3)
     ax.margins(x=0.02)
     if train or val:
         ax.legend(loc="upper right")
     aside = path.with_name(".tmp-" + path.name)
     fig.savefig(aside, dpi=120, format="png")
-    plt.close(fig)
     os.replace(aside, path)
 
 

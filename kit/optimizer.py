@@ -42,11 +42,12 @@ def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
 
 
 def lr_factor(step: int, s: Any) -> float:
-    """The learning rate of update `step` (0 is the first) as a share of its peak, in (0, 1].
+    """The learning rate of update `step` (0 is the first) as a share of its peak, in [0, 1].
 
     With decay_lr it rises for warmup_iters updates, none of which is wasted on a rate of 0; then
     schedule=cosine: half a cosine down to min_lr at lr_decay_iters (nanoGPT's);
-    schedule=linear: stays at the peak, then a line down over the last `cooldown` share.
+    schedule=linear: stays at the peak, then a line down over the last `cooldown` share, or over
+    all that the warm-up leaves.
     """
     if not s.decay_lr:
         return 1.0
@@ -59,7 +60,7 @@ def lr_factor(step: int, s: Any) -> float:
         progress = (step - s.warmup_iters) / (end - s.warmup_iters)
         share = 0.5 * (1 + math.cos(math.pi * progress))
     else:
-        share = min(1.0, (end - step) / (s.cooldown * end))
+        share = min(1.0, (end - step) / min(s.cooldown * end, end - s.warmup_iters))
     return floor + (1 - floor) * share
 
 

@@ -1,8 +1,7 @@
 """Run folders: where a run lives, who owns it, whether it starts, goes on or is refused."""
 
-import dataclasses
+import itertools
 import os
-import re
 import shlex
 import signal
 import threading
@@ -16,8 +15,7 @@ from kit import checkpoint
 from kit.settings import CLONE, Loaded, UserError
 from model import GPTConfig
 
-WAYS_OUT = "--overwrite=True starts again, another --out_dir leaves the run alone"
-OURS = ("config.json", "log.jsonl", "loss.png")  # what --overwrite removes, beside ckpt/
+OURS = ("config.json", "log.jsonl", "loss.png", "ckpt/best.json", "ckpt/latest.json")
 
 
 def out_root() -> Path:
@@ -41,31 +39,34 @@ def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn)
     """
     new = init_from not in ("auto", "resume")  # scratch, or from the weights of a checkpoint
     base = Path(out_dir) if out_dir else out_root() / name
-    number = 1 if out_dir else max(variants(base), default=1)
-    path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+    number = 1 if out_dir else max(1, count_runs(base))
+    path = sibling(base, number)
     held = has_run(path)
+    inside = new and Path(init_from).resolve().is_relative_to(path.resolve())
+    if overwrite and (inside or init_from == "resume"):
+        raise UserError(f"overwrite=True removes {path}, init_from={init_from} needs it: drop one")
     if held and not overwrite:
-        found = checkpoint.newest_complete(path, warn)
+        found = checkpoint.newest_complete(path, lambda text: None)  # damage is told of below
         finished = bool(found and found[1].get("finished"))
-        if not out_dir and (new or (finished and init_from == "auto")):
-            path, held = base.with_name(f"{base.name}-{number + 1}"), False
-        elif new or (finished and init_from == "auto"):
-            state = f"a {'finished' if finished else 'started'} run"
-            raise UserError(f"{path} holds {state}: --overwrite=True replaces it, "
-                            "--init_from=resume goes on with it, another --out_dir leaves it alone")
+        if new or (finished and init_from == "auto"):
+            if out_dir:
+                raise UserError(f"{path} holds a {'finished' if finished else 'started'} run: "
+                                "--overwrite=True replaces it, --init_from=resume goes on with it, "
+                                "another --out_dir leaves it alone")
+            path, held = sibling(base, number + 1), False
     if init_from == "resume" and not held:
         raise UserError(f"init_from=resume: {path} holds no run; --init_from=auto starts one")
     if path.exists() and not path.is_dir():
         raise UserError(f"out_dir {path} is a file; a folder is needed")
+    if (path / "config.json").exists():
+        checkpoint.read_json(path / "config.json")  # refuses one that is not ours to replace
     path.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(path)
+    checkpoint.tidy(path)
     if held and overwrite:
         clear(path)
-        held = False
-    for stale in (path / "ckpt").glob(".tmp-*"):  # of a process that was killed
-        checkpoint.remove(stale) if stale.is_dir() else stale.unlink()
-    resume = checkpoint.newest_complete(path, warn) if held else None
-    if held and resume is None and checkpoint.newest_first(path):
+    resume = checkpoint.newest_complete(path, warn)
+    if resume is None and checkpoint.newest_first(path):
         raise UserError(f"{path}: no complete checkpoint is left; --overwrite=True starts again")
     return Run(path, lock, resume)
 
@@ -74,22 +75,22 @@ def has_run(path: Path) -> bool:
     return (path / "config.json").exists() or bool(checkpoint.newest_first(path))
 
 
-def variants(path: Path) -> dict[int, Path]:
-    """The existing runs among path, path-2, path-3, ... by number."""
-    pattern = re.compile(re.escape(path.name) + r"-(\d+)")
-    found = {1: path} if has_run(path) else {}
-    for p in path.parent.glob(f"{path.name}-*"):
-        if (match := pattern.fullmatch(p.name)) and has_run(p):
-            found[int(match[1])] = p
-    return found
+def sibling(base: Path, number: int) -> Path:
+    """out/small, out/small-2, out/small-3, ..."""
+    return base if number == 1 else base.with_name(f"{base.name}-{number}")
+
+
+def count_runs(base: Path) -> int:
+    """How many siblings hold a run, up to the first that does not: exp-2024 is none of exp."""
+    return next(n for n in itertools.count() if not has_run(sibling(base, n + 1)))
 
 
 def clear(path: Path) -> None:
     """Remove a run's files and nothing else from its folder."""
     for folder in checkpoint.newest_first(path):
         checkpoint.remove(folder)
-    for file in [path / name for name in OURS] + [*(path / "ckpt").glob("*.json")]:
-        file.unlink(missing_ok=True)
+    for name in OURS:
+        (path / name).unlink(missing_ok=True)
 
 
 def lock_folder(path: Path) -> Any:
@@ -106,8 +107,7 @@ def lock_folder(path: Path) -> Any:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         f.close()
-        raise UserError(f"{path} is in use by another process; wait for it or give another "
-                        "--out_dir") from None
+        raise UserError(f"{path} is in use by another process; give another --out_dir") from None
     return f
 
 
@@ -117,7 +117,7 @@ def list_changes(path: Path, before: dict, now: dict, fixed: set[str], say) -> N
         old, new = before[name], now[name]
         if old != new and name in fixed:
             raise UserError(f"{path} was trained with {name}={old}, now {name}={new}; a run cannot "
-                            f"change this: {WAYS_OUT}")
+                            "change this; give another --out_dir, or --overwrite=True")
         if old != new:
             say(f"changed since the run began: {name} from {old} to {new}")
 
@@ -129,15 +129,15 @@ def find_source(init_from: str) -> Path | None:
     if not Path(init_from).is_dir():
         raise UserError(f"init_from={init_from}: expected auto, scratch, resume, or the folder of "
                         "a run or of a checkpoint")
-    return find_checkpoint(Path(init_from))
+    folder = find_checkpoint(Path(init_from))
+    checkpoint.check(folder, checkpoint.WEIGHTS)
+    return folder
 
 
 def adopt_architecture(settings: Any, config: GPTConfig, given: set[str], source: Path) -> None:
     """A run from weights has their architecture; UserError where a `given` setting is another."""
-    for field in dataclasses.fields(config):
-        name, theirs = field.name, getattr(config, field.name)
-        if name in ("vocab_size", "dropout"):
-            continue
+    for name in sorted(vars(config).keys() - {"vocab_size", "dropout"}):
+        theirs = getattr(config, name)
         if name in given and getattr(settings, name) != theirs:
             raise UserError(f"{name}={getattr(settings, name)}, but the weights of {source} have "
                             f"{name}={theirs}; drop {name} to take theirs")
@@ -168,8 +168,7 @@ def same_tokenizer(folder: Path, tokenizer: Any) -> None:
     theirs = checkpoint.read_json(folder / "tokenizer.json")
     if theirs.get("hash") != tokenizer.hash:
         raise UserError(f"{folder} was trained with tokenizer {theirs.get('spec')}, the data set "
-                        f"has another, {tokenizer.spec}; prepare the text with "
-                        f"--tokenizer={folder / 'tokenizer.json'}, or start another run")
+                        f"has {tokenizer.spec}; give it --tokenizer={folder / 'tokenizer.json'}")
 
 
 def command_to_go_on(loaded: Loaded, path: Path) -> str:
@@ -178,18 +177,29 @@ def command_to_go_on(loaded: Loaded, path: Path) -> str:
     named = ("--out_dir=", "--init_from=", "--overwrite=")
     flags = [f for f in loaded.flags if not f.startswith(named)]
     if s.init_from != "auto" or s.overwrite or s.out_dir:
-        flags += [f"--out_dir={path}", "--init_from=resume"]
+        flags += [f"--out_dir={path}", "--init_from=resume", *["--overwrite=False"] * s.overwrite]
     return "python train.py " + shlex.join([*map(str, loaded.files), *flags])
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM ask the loop to stop after its update; a second one leaves at once."""
+    """Ctrl-C and SIGTERM ask a loop to stop after its update; a second one leaves at once.
+
+    In force inside `with`, and only in the main thread, where Python lets signals be handled.
+    """
 
     def __init__(self):
         self.signal: int | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.handle)
+                self.before[number] = signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any) -> None:
         if self.signal:
@@ -208,32 +218,33 @@ def remember(path: Path) -> None:
 
 def find_run(out_dir: str | None) -> Path:
     """The run folder given, or the newest."""
-    if out_dir:
-        if not Path(out_dir).is_dir():
-            raise UserError(f"out_dir {out_dir}: no such folder")
-        return Path(out_dir)
-    pointer = out_root() / "latest.json"
-    if not pointer.exists():
-        raise UserError("no run yet: `python train.py config/small.py` makes one, "
-                        "or name its folder with --out_dir=")
-    path = Path(str(checkpoint.read_json(pointer).get("path")))
-    if not path.is_dir():
-        raise UserError(f"the newest run, {path}, is gone; name another with --out_dir=")
-    return path
+    if not out_dir:
+        pointer = out_root() / "latest.json"
+        if not pointer.exists():
+            raise UserError("no run yet: `python train.py config/small.py` makes one, "
+                            "or name its folder with --out_dir=")
+        out_dir = str(checkpoint.read_json(pointer).get("path"))
+    if not Path(out_dir).is_dir():
+        raise UserError(f"{out_dir}: no such folder; name that of a run with --out_dir=")
+    return Path(out_dir)
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
     """Of a run: the step asked for, else the best, else the newest. A checkpoint is itself."""
     if (path / "model.safetensors").exists():
+        if step is not None:
+            raise UserError(f"--step={step}: {path} is a checkpoint already; name its run instead")
         return path
     there = checkpoint.newest_first(path)
     if not there:
         raise UserError(f"{path}: holds no checkpoint yet")
     if step is None:
         best = checkpoint.pointed(path, "best")
+        if not best and (path / "ckpt" / "best.json").exists():
+            raise UserError(f"{path / 'ckpt' / 'best.json'}: damaged, or its checkpoint is gone; "
+                            f"name another, as {there[0]}")
         return path / "ckpt" / best if best else there[0]
-    for folder in there:
-        if int(folder.name[5:]) == step:
-            return folder
-    steps = ", ".join(str(int(p.name[5:])) for p in reversed(there))
-    raise UserError(f"--step={step}: {path} holds the steps {steps}")
+    steps = {checkpoint.step_of(p): p for p in reversed(there)}
+    if step not in steps:
+        raise UserError(f"--step={step}: {path} holds the steps {', '.join(map(str, steps))}")
+    return steps[step]

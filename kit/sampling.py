@@ -13,6 +13,7 @@ def filter_logits(logits: Tensor, temperature: float, top_k: int | None, top_p: 
     top_p: then keep the fewest tokens whose probabilities reach p (nucleus sampling,
     arXiv 1904.09751), at least one; 1 keeps all.
     """
+    temperature = min(max(temperature, 1e-30), 1e30)  # float32 would read it as 0 or infinity
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0: no overflow
     if top_k and top_k < logits.size(-1):
         values, kept = logits.topk(top_k)
@@ -42,8 +43,8 @@ class Sampler:
             return logits.argmax(dim=-1)
         p = filter_logits(logits, self.temperature, self.top_k, self.top_p).softmax(-1)
         # argmax of p / Exp(1) noise is a draw from p; the noise of a row is its own, on any device
-        noise = torch.stack([torch.empty(p.size(-1)).exponential_(generator=g)
-                             for g in self.generators])
+        noise = torch.stack([torch.empty(len(row)).exponential_(generator=g)
+                             for row, g in zip(p, self.generators, strict=True)])
         return (p / noise.clamp(min=1e-30).to(p.device)).argmax(dim=-1)
 
 

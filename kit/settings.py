@@ -8,12 +8,10 @@ import ast
 import contextlib
 import difflib
 import io
-import math
 import operator
 import os
 import re
 import sys
-import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +24,14 @@ CLONE = Path(__file__).resolve().parent.parent
 class UserError(Exception):
     """A person's mistake, in a line: what was given, what was expected, what to do."""
 
+    def __str__(self) -> str:
+        return "\\n".join(super().__str__().splitlines())  # a line, whatever it quotes
+
 
 def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...]) -> None:
     """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
     argv = sys.argv[1:]
-    debug = "--debug" in argv
+    debug = bool({"--debug", "--debug=True"} & set(argv))
     try:
         code = main([a for a in argv if a != "--debug"]) or 0
         sys.stdout.flush()
@@ -40,7 +41,7 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
     except (UserError, OSError, *mistakes) as e:
         if debug:
             raise
-        text = f"{e.strerror}: {e.filename}" if isinstance(e, OSError) and e.strerror else str(e)
+        text = f"{e.strerror}: {e.filename}" if getattr(e, "filename", None) else str(e)
         print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
@@ -79,17 +80,20 @@ def load(cls: type[S], argv: list[str], default_config: str | None = None) -> Lo
 
 
 def at_least(settings: Any, low: float, names: str) -> None:
-    """UserError unless each named setting is finite and not below `low`."""
+    """UserError unless each named setting is not below `low` and fits into 64 bits."""
     for name in names.split():
-        if not low <= getattr(settings, name) < math.inf:
-            raise UserError(f"{name}={getattr(settings, name)}: must be at least {low}")
+        value = getattr(settings, name)
+        if not low <= value < 2**63:
+            bound = "below 2**63" if value > low else f"at least {low}"
+            raise UserError(f"{name}={value}: must be {bound}")
 
 
 def in_range(settings: Any, low: float, high: float, names: str) -> None:
     """UserError unless each named setting lies strictly between low and high."""
     for name in names.split():
         if not low < getattr(settings, name) < high:
-            raise UserError(f"{name}={getattr(settings, name)}: expected {low:g} to {high:g}")
+            value = getattr(settings, name)
+            raise UserError(f"{name}={value}: must be above {low:g} and below {high:g}")
 
 
 # ------------------------------------------------------------------------------------ config files
@@ -107,34 +111,31 @@ def find_config(name: str) -> Path:
 def read_config(path: Path, hints: dict[str, Any]) -> dict[str, Any]:
     """The values of a config file, each checked against the type of its setting."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows' editors write a mark first
         body = ast.parse(text, str(path)).body
     except UnicodeDecodeError as e:
         raise UserError(f"{path}: not UTF-8 text at byte {e.start}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        why = getattr(e, "msg", "") or "nested too deep"
         line = getattr(e, "lineno", None) or 1
-        why = getattr(e, "msg", e)
         raise UserError(f"{path}:{line}: not a `name = value` line: {why}") from None
-    values = {}
+    values, lines = {}, text.split("\n")  # splitlines() would count form feeds too
     for node in body:
-        where = f"{path}:{node.lineno}"
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        where = f"{path}:{node.lineno}: {lines[node.lineno - 1].strip()[:80]!r}"
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             continue  # a docstring
         single = isinstance(node, ast.Assign) and len(node.targets) == 1
         if not (single and isinstance(node.targets[0], ast.Name)):
-            source = text.splitlines()[node.lineno - 1].strip()
-            raise UserError(f"{where}: {source!r} is not a `name = value` line; "
-                            "a config file is read, never executed")
+            raise UserError(f"{where}: not `name = value`; a config file is never executed")
         name = node.targets[0].id
         if name not in hints:
-            raise UserError(f"{where}: unknown setting {name!r}{nearest(name, hints)}")
+            raise UserError(f"{where}: unknown setting {name}{nearest(name, hints)}")
         try:
             value = literal(node.value)
         except (ValueError, ArithmeticError, TypeError, RecursionError) as e:
-            raise UserError(f"{where}: {name} = {ast.unparse(node.value)}: {e}; "
-                            "a config file holds literals and arithmetic only") from None
+            raise UserError(f"{where}: {e}; only literals and arithmetic are allowed") from None
         if not fits(value, hints[name]):
-            raise UserError(f"{where}: {name} = {value!r}: expected {spell(hints[name])}")
+            raise UserError(f"{where}: expected {spell(hints[name])}")
         is_float = float in (hints[name], *get_args(hints[name]))
         values[name] = float(value) if type(value) is int and is_float else value
     return values
@@ -148,18 +149,19 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 def literal(node: ast.expr) -> Any:
     """The value of a literal or of arithmetic on numbers; ValueError for anything else."""
     if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        operands = [literal(node.operand)]
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        operands = [literal(node.left), literal(node.right)]
+        value = node.value
     else:
-        raise ValueError(f"{ast.unparse(node)!r} is not a literal")
-    if not all(type(x) in (int, float) for x in operands):
-        raise ValueError("arithmetic is for numbers")
-    if isinstance(node.op, ast.Pow) and (abs(operands[0]) > 1e6 or abs(operands[1]) > 64):
-        raise ValueError("a power too large")  # 9**9**9 would compute for ever
-    return OPERATORS[type(node.op)](*operands)
+        if type(getattr(node, "op", None)) not in OPERATORS:
+            raise ValueError("not a literal")
+        operands = [literal(n) for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
+        if not all(type(x) in (int, float) for x in operands):
+            raise ValueError("arithmetic is for numbers")
+        if isinstance(node.op, ast.Pow) and abs(operands[1]) > 64:
+            raise ValueError("a power too large")  # 9**9**9 would compute for ever
+        value = OPERATORS[type(node.op)](*operands)
+    if type(value) is int and abs(value) >= 2**63:
+        raise ValueError("a number too large")
+    return value
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -181,7 +183,7 @@ def split_arguments(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], 
                     raise UserError(f"--{name} needs a value: --{name}={spell(hints[name])}")
                 value = "=" + args.pop(0)
             flags.append(f"--{name}{value}")
-        elif match := re.fullmatch(r"-*(\w+)=(.*)", arg, re.DOTALL):
+        elif match := re.fullmatch(r"-*(\w[\w-]*)=(.*)", arg, re.DOTALL):
             raise UserError(f"{arg}: a setting is written with two dashes: --{match[1]}={match[2]}")
         elif arg.startswith("-"):
             raise UserError(f"{arg}: expected --name=value or a config file")
@@ -218,16 +220,12 @@ def parse_flags(cls: type[S], default: S, flags: list[str], hints: dict[str, Any
 # ------------------------------------------------------------------------------------------- types
 
 
-def is_union(hint: Any) -> bool:
-    return get_origin(hint) in (typing.Union, types.UnionType)
-
-
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value from a config file is of a setting's type; a whole number is also a float."""
-    if is_union(hint):
-        return any(fits(value, h) for h in get_args(hint))
     if get_origin(hint) is Literal:
         return any(type(value) is type(a) and value == a for a in get_args(hint))
+    if get_args(hint):  # a union
+        return any(fits(value, h) for h in get_args(hint))
     if hint is float:
         return type(value) in (int, float)
     return type(value) is hint
@@ -235,10 +233,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 def spell(hint: Any) -> str:
     """A type in words."""
-    if is_union(hint):
-        return " or ".join(spell(h) for h in get_args(hint))
-    if get_origin(hint) is Literal:
-        return " or ".join(str(a) for a in get_args(hint))
+    if get_args(hint):  # of a union: types; of a Literal: values
+        return " or ".join(a if isinstance(a, str) else spell(a) for a in get_args(hint))
     names = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
     return "None" if hint is type(None) else names.get(hint, str(hint))
 

@@ -1,0 +1,52 @@
+"""A tiny model for the tests of the parts, and checkpoints of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit import checkpoint
+from kit.optimizer import build_optimizers, optimizer_tensors
+from model import GPT, GPTConfig
+from train import TrainSettings
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny():
+    """tiny(**changes) makes a GPT of 2 layers, width 16, context 8 and 11 tokens, seed 0."""
+    def make(seed: int = 0, **changes) -> GPT:
+        torch.manual_seed(seed)
+        config = dict(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16) | changes
+        return GPT(GPTConfig(**config))
+
+    return make
+
+
+@pytest.fixture
+def save(tiny):
+    """save(run, step, ...) writes a checkpoint of a tiny model trained by one update."""
+    def write(run: Path, step: int = 10, keep: int = 9, is_best: bool = False, seed: int = 0,
+              model: GPT | None = None, **state) -> Path:
+        model = model or tiny(seed)
+        optimizers = build_optimizers(model, TrainSettings(optimizer="muon"))
+        idx = torch.arange(18).view(2, 9) % 11
+        model(idx[:, :-1], idx[:, 1:])[0].backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad(set_to_none=True)
+        tokenizer = {"format": 1, "kind": "byte", "hash": "abc", "spec": "byte"}
+        state = {"step": step, "finished": False, "val_loss": 1.5, "tiny": 1e-7, "name": "é",
+                 "threads": torch.get_num_threads()} | state
+        return checkpoint.save(run, model, optimizer_tensors(optimizers, model), tokenizer, state,
+                               keep, is_best)
+
+    return write

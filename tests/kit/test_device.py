@@ -1,0 +1,243 @@
+"""kit/device.py: what is there is taken, what is not is said in a line, compiling may fail."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from kit import device as kit_device
+from kit.device import (
+    autocast,
+    choose_device,
+    choose_dtype,
+    compile_model,
+    cpu_has_fast_bf16,
+    describe,
+    matmul_seconds,
+    name_of,
+    peak_flops,
+)
+from kit.settings import UserError
+
+CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(cuda=, mps=, capability=): a machine with so many cards, as torch would tell."""
+    def build(cuda: int = 0, mps: bool = False, capability: tuple[int, int] = (8, 0)) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Card 9")
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+    build()
+    return build
+
+
+@pytest.fixture
+def no_cuda(monkeypatch):
+    """A build of torch in which every question about CUDA fails."""
+    def never(*args, **kwargs):
+        raise AssertionError("torch.cuda was touched")
+
+    for name in ("is_available", "device_count", "get_device_capability", "get_device_name",
+                 "is_bf16_supported", "current_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, never)
+
+
+def refused(call, *args) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args)
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+# ---------------------------------------------------------------------------------------- device
+
+
+def test_auto_takes_the_best_that_is_there(machine):
+    for there, best in ((dict(cuda=2, mps=True), "cuda"), (dict(cuda=1), "cuda"),
+                        (dict(mps=True), "mps"), (dict(), "cpu")):
+        machine(**there)
+        assert choose_device("auto") == torch.device(best)
+
+
+def test_what_is_named_is_taken_if_it_is_there(machine):
+    machine(cuda=2, mps=True)
+    for name in ("cpu", "cuda", "cuda:0", "cuda:1", "mps"):
+        assert choose_device(name) == torch.device(name)
+
+
+@pytest.mark.parametrize("there, wanted", [
+    (dict(), "cuda"), (dict(), "cuda:0"), (dict(), "mps"), (dict(mps=True), "cuda"),
+    (dict(cuda=1), "mps"), (dict(cuda=2), "cuda:2"), (dict(cuda=1), "cuda:99")])
+def test_an_absent_device_is_one_line_with_the_way_out(machine, there, wanted):
+    machine(**there)
+    message = refused(choose_device, wanted)
+    assert f"device={wanted}:" in message and "--device=auto" in message
+
+
+@pytest.mark.parametrize("wanted", ["", "tpu9", "gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", "meta",
+                                    "cuda:99999999999999999999", "xla", "cpu,cuda", "cu\nda"])
+def test_an_unknown_device_is_one_line_with_those_there_are(machine, wanted):
+    machine(cuda=1)
+    assert "expected auto, cpu, cuda, cuda:N or mps" in refused(choose_device, wanted)
+
+
+def test_cuda_is_never_touched_for_another_device(no_cuda, monkeypatch):
+    monkeypatch.setattr(kit_device, "cpu_has_fast_bf16", lambda: False)
+    cpu = choose_device("cpu")
+    assert choose_dtype("auto", cpu) == torch.float32 and "cpu" in describe(cpu, torch.float32)
+    assert choose_dtype("auto", MPS) == torch.float32
+
+
+# ----------------------------------------------------------------------------------------- dtype
+
+
+@pytest.mark.parametrize("capability, dtype", [
+    ((6, 1), torch.float16), ((7, 0), torch.float16), ((7, 5), torch.float16),
+    ((8, 0), torch.bfloat16), ((8, 9), torch.bfloat16), ((9, 0), torch.bfloat16),
+    ((12, 0), torch.bfloat16)])
+def test_auto_on_a_card_is_bf16_where_it_is_fast(machine, capability, dtype):
+    machine(cuda=1, capability=capability)
+    assert choose_dtype("auto", CUDA) == dtype
+
+
+@pytest.mark.parametrize("fast, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_on_a_cpu_is_bf16_where_it_is_fast(monkeypatch, fast, dtype):
+    monkeypatch.setattr(kit_device, "cpu_has_fast_bf16", lambda: fast)
+    assert choose_dtype("auto", CPU) == dtype and choose_dtype("auto", MPS) == torch.float32
+
+
+@pytest.mark.parametrize("bf16, fp32, fast", [(0.5, 1.0, True), (0.9, 1.0, False), (2, 1, False)])
+def test_the_trial_of_bf16_takes_the_best_of_three(monkeypatch, bf16, fp32, fast):
+    noise = iter([3, 1, 2] * 2)  # the first and the third time something else ran
+    monkeypatch.setattr(kit_device, "matmul_seconds", lambda dtype: next(noise) * (
+        bf16 if dtype == torch.bfloat16 else fp32))
+    assert cpu_has_fast_bf16() == fast
+
+
+def test_a_dtype_that_is_named_is_taken(machine):
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        for device in (CPU, CUDA, MPS):
+            assert choose_dtype(name, device) == dtype
+        assert name_of(dtype) == name
+    assert choose_dtype("float16", CUDA) == torch.float16
+
+
+def test_float16_on_a_cpu_is_refused():
+    message = refused(choose_dtype, "float16", CPU)
+    assert "dtype=float16" in message and "float32, bfloat16 or auto" in message
+
+
+def test_autocast():
+    a = torch.ones(2, 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        with autocast(CPU, dtype):
+            assert (a @ a).dtype == dtype
+    assert isinstance(autocast(MPS, torch.float32), nullcontext)  # no context that MPS may lack
+
+
+def test_describe(machine):
+    machine(cuda=1)
+    assert describe(CPU, torch.bfloat16) == f"cpu (1 threads), bfloat16, torch {torch.__version__}"
+    assert describe(CUDA, torch.float16).startswith("cuda (Card 9), float16, torch ")
+    assert describe(MPS, torch.float32).startswith("mps (Apple GPU), float32, torch ")
+
+
+def test_the_peak_is_that_of_the_fastest_product(monkeypatch):
+    assert 0 < matmul_seconds(torch.float32, n=16) < 5
+    seconds = iter([0.4, 0.2, 0.5, 0.3, 0.9])
+    sizes = []
+    monkeypatch.setattr(kit_device, "matmul_seconds",
+                        lambda dtype, device, n: sizes.append(n) or next(seconds))
+    assert peak_flops(torch.float32, CPU) == pytest.approx(2 * sizes[0] ** 3 / 0.2)
+
+
+# --------------------------------------------------------------------------------------- compile
+
+
+def fake_compile(monkeypatch, compiled, at_once: bool = False) -> None:
+    """torch.compile that gives `compiled`, or raises it: when called, or at once."""
+    def compile(function, *args, **kwargs):
+        def call(*a, **k):
+            if isinstance(compiled, Exception):
+                raise compiled
+            return compiled(function, *a, **k)
+
+        return call() if at_once else call
+
+    monkeypatch.setattr(torch, "compile", compile)
+
+
+def compiling(model, wanted) -> str:
+    return compile_model(model, wanted, nullcontext)
+
+
+@pytest.mark.parametrize("error, reason", [
+    (RuntimeError("\n\n  no compiler found\nmany\nmore lines"), "RuntimeError: no compiler found"),
+    (KeyError("torch.complex32"), "KeyError"), (RuntimeError("x" * 500), "RuntimeError: xxx"),
+    (NotImplementedError(), "NotImplementedError"), (AssertionError("\n"), "AssertionError")])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_compiler_that_fails_is_a_reason_in_one_line(tiny, monkeypatch, error, reason, at_once):
+    """Either when it is asked (Windows, a new Python) or when it is first used."""
+    model = tiny()
+    idx = torch.zeros(1, 8, dtype=torch.int64)
+    before = model(idx)
+    fake_compile(monkeypatch, error, at_once)
+    said = compiling(model, True)
+    assert said.startswith(f"off ({reason}") and said.endswith(")")
+    assert len(said.splitlines()) == 1 and len(said) < 200 and ": )" not in said
+    assert torch.equal(model(idx), before)  # it works without
+
+
+def test_a_compiler_that_works_is_used(tiny, monkeypatch):
+    calls = []
+    fake_compile(monkeypatch, lambda f, *a, **k: calls.append(a) or f(*a, **k))
+    model = tiny()
+    names = [n for n, _ in model.named_parameters()]
+    assert compiling(model, True) == "on" and len(calls) == 1
+    model(torch.zeros(1, 8, dtype=torch.int64))
+    assert len(calls) == 2
+    assert [n for n, _ in model.named_parameters()] == names == list(tiny().state_dict())[:-1]
+    assert all(p.grad is None for p in model.parameters())  # the trial leaves nothing behind
+
+
+def test_compile_off_never_asks_the_compiler(tiny, monkeypatch):
+    fake_compile(monkeypatch, AssertionError("asked"), at_once=True)
+    for wanted in (False, "auto"):  # auto: not on a CPU
+        assert compiling(tiny(), wanted) == "off"
+
+
+def test_a_fault_of_the_model_is_not_blamed_on_the_compiler(tiny, monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(type(model), "hidden", lambda *a: (_ for _ in ()).throw(ValueError("ours")))
+    fake_compile(monkeypatch, lambda f, *a, **k: f(*a, **k))
+    with pytest.raises(ValueError, match="ours"):
+        compiling(model, True)
+
+
+def test_the_trial_runs_in_the_callers_precision(tiny, monkeypatch):
+    seen = []
+
+    def compiled(function, *args):
+        on = torch.is_autocast_enabled("cpu")
+        seen.append(torch.get_autocast_dtype("cpu") if on else None)
+        return function(*args)
+
+    fake_compile(monkeypatch, compiled)
+    compile_model(tiny(), True, partial(autocast, CPU, torch.bfloat16))
+    compile_model(tiny(), True, partial(autocast, CPU, torch.float32))
+    assert seen == [torch.bfloat16, None]
+
+
+@pytest.mark.slow
+def test_the_real_compiler_computes_the_same(tiny):
+    model = tiny()
+    idx = torch.arange(8)[None] % 11
+    before = model(idx, idx)[0].item()
+    assert compiling(model, True) == "on"
+    assert model(idx, idx)[0].item() == pytest.approx(before, rel=1e-5)

@@ -1,0 +1,123 @@
+"""The plan of the house as a test: who may import whom, how long a file may be."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLONE = Path(__file__).parent.parent
+ROOMS = {"data", "kit", "model", "train", "sample", "extras", "experiments", "bench"}
+DOORS = {  # room -> what of ours it may import
+    "model": set(),
+    "data": set(),
+    "kit": {"model"},
+    "train": {"kit", "data", "model"},
+    "sample": {"kit", "data", "model"},
+}
+BUDGET = {"model.py": 400, "train.py": 400, "sample.py": 200}
+CORE = 2800
+KIT_DOORS = {  # parts of kit/ that are built from another one
+    ("checkpoint", "settings"), ("device", "settings"), ("runs", "settings"),
+    ("runs", "checkpoint"),
+}
+
+
+def sources(*rooms: str) -> list[Path]:
+    files = [CLONE / f"{room}.py" for room in rooms] + [
+        p for room in rooms for p in sorted((CLONE / room).glob("*.py"))]
+    return [f for f in files if f.exists()]
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{a.name}" for a in node.names} if node.module else set()
+    return names
+
+
+@pytest.mark.parametrize("room", DOORS)
+def test_doors(room):
+    for path in sources(room):
+        ours = {name.split(".")[0] for name in imports(path)} & ROOMS - {room}
+        assert ours <= DOORS[room], f"{path.name} imports {ours - DOORS[room]}"
+
+
+def test_model_imports_torch_and_the_standard_library_only():
+    roots = {name.split(".")[0] for name in imports(CLONE / "model.py")}
+    assert roots - {"torch"} <= set(sys.stdlib_module_names)
+
+
+def test_data_knows_no_torch():
+    for path in sources("data"):
+        assert "torch" not in {name.split(".")[0] for name in imports(path)}, path.name
+
+
+def test_parts_of_kit_stand_alone():
+    for path in sources("kit"):
+        for name in imports(path):
+            if name.startswith("kit."):
+                parts = name.split(".")
+                other = parts[1] if (CLONE / "kit" / f"{parts[1]}.py").exists() else None
+                assert other is None or (path.stem, other) in KIT_DOORS, f"{path.stem} -> {other}"
+
+
+def test_three_scripts_at_the_root():
+    assert {p.name for p in CLONE.glob("*.py")} == {"model.py", "train.py", "sample.py"}
+
+
+def test_budgets():
+    core = sources("model", "train", "sample", "data", "kit")
+    lines = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in core}
+    for path, n in lines.items():
+        assert n <= BUDGET.get(path.name, 250), f"{path} has {n} lines"
+    assert sum(lines.values()) < CORE
+
+
+def test_functions_fit_a_screen():
+    for path in sources("model", "train", "sample", "data", "kit"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                limit = 90 if node.name == "loop" else 60
+                assert node.end_lineno - node.lineno < limit, f"{path.name}: {node.name}"
+
+
+def test_model_prints_nothing_and_opens_no_file():
+    names = {n.id for n in ast.walk(ast.parse((CLONE / "model.py").read_text(encoding="utf-8")))
+             if isinstance(n, ast.Name)}
+    assert not names & {"print", "open", "exec", "eval", "input"}
+
+
+def test_nothing_is_unpickled_or_executed():
+    for path in sources("model", "train", "sample", "data", "kit"):
+        assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "joblib", "shelve"}
+        text = path.read_text(encoding="utf-8")
+        for call in ("torch.load(", " eval(", "exec(", "os.system(", "shell=True"):
+            assert call not in text.replace(".eval(", ""), f"{path.name} calls {call}"
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_help_is_quick_and_tells_all(script):
+    """No heavy optional library is imported for --help, and every setting has its line."""
+    code = ("import sys, runpy; sys.argv = [sys.argv[1], '--help']\n"
+            "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+            "except SystemExit as e: assert not e.code\n"
+            "heavy = {'matplotlib', 'wandb', 'datasets', 'transformers'} & set(sys.modules)\n"
+            "assert not heavy, heavy")
+    done = subprocess.run([sys.executable, "-c", code, str(CLONE / script)], cwd=CLONE,
+                          capture_output=True, text=True, env=None)
+    assert done.returncode == 0, done.stderr
+    tree = ast.parse((CLONE / script).read_text(encoding="utf-8"))
+    block = next(n for n in tree.body if isinstance(n, ast.ClassDef) and "Settings" in n.name)
+    for field in (n.target.id for n in block.body if isinstance(n, ast.AnnAssign)):
+        assert f"--{field} " in done.stdout, field
+    undocumented = [line for line in ast.get_source_segment(
+        (CLONE / script).read_text(encoding="utf-8"), block).splitlines()
+        if ": " in line and " = " in line and "#" not in line and "self" not in line
+        and line.startswith("    ") and not line.startswith("     ")]
+    assert not [u for u in undocumented if "dropout" not in u], undocumented

@@ -1,0 +1,207 @@
+"""Real processes, real signals, and the README's commands as written. Slow: run by `pytest -m slow`."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CLONE = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+CONFIG = """
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 16
+batch_size = 4
+gradient_accumulation_steps = 2
+max_iters = 60
+warmup_iters = 4
+learning_rate = 1e-2
+min_lr = 1e-3
+dropout = 0.1
+optimizer = "muon"
+eval_interval = 3
+eval_iters = 2
+tokenizer = "byte"
+"""
+
+
+@pytest.fixture
+def command(tmp_path, text_file):
+    config = tmp_path / "crash.py"
+    config.write_text(CONFIG)
+
+    def build(out: str) -> list[str]:
+        return [sys.executable, str(CLONE / "train.py"), str(config), f"--dataset={text_file}",
+                f"--out_dir={tmp_path / out}"]
+
+    return build
+
+
+def wait_for_step(path: Path, step: int, process: subprocess.Popen) -> None:
+    """Until log.jsonl shows the step, or the process ends."""
+    end = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < end:
+        log = path / "log.jsonl"
+        if log.exists() and f'"step": {step},' in log.read_text():
+            return
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+
+
+def weights(path: Path) -> dict[str, bytes]:
+    folder = path / "ckpt" / "step_000060"
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.name != "state.json"}
+
+
+def rows(path: Path) -> list[dict]:
+    hidden = ("tok_s", "mfu", "elapsed_s", "train_s")
+    lines = [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in hidden} for row in lines]
+
+
+def test_kill_9_again_and_again_ends_in_the_weights_of_an_undisturbed_run(command, tmp_path):
+    """An evaluation and a save every third step, so that many kills fall into them."""
+    subprocess.run(command("whole"), check=True, capture_output=True)
+    for step in (4, 15, 27, 38, 50):
+        process = subprocess.Popen(command("parts"), stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        wait_for_step(tmp_path / "parts", step, process)
+        process.kill()
+        process.communicate()
+    subprocess.run(command("parts"), check=True, capture_output=True)
+    assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    assert not list((tmp_path / "parts" / "ckpt").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_save_and_print_the_command_that_goes_on(command, tmp_path, number, code):
+    process = subprocess.Popen(command("run"), stdout=subprocess.PIPE, text=True)
+    wait_for_step(tmp_path / "run", 5, process)
+    process.send_signal(number)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == code
+    go_on = out.split("Go on with:\n")[1].strip()
+    assert go_on.startswith("python train.py")
+    words = [sys.executable, str(CLONE / "train.py"), *shlex.split(go_on)[2:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "going on" in done.stdout, done.stderr
+
+
+def test_one_process_a_folder(command, tmp_path):
+    first = subprocess.Popen(command("run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_step(tmp_path / "run", 2, first)
+    second = subprocess.run(command("run"), capture_output=True, text=True)
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2
+    assert "in use by another process" in second.stderr and len(second.stderr.splitlines()) == 1
+
+
+WRONG = [  # what a person types -> what the one line must name
+    ("train.py config/tiny.py --lerning_rate=1", "learning_rate"),
+    ("train.py config/tiny.py --batch_size", "--batch_size"),
+    ("train.py config/tiny.py batch_size=8", "--batch_size=8"),
+    ("train.py config/tiny.py --batch_size=eight", "whole number"),
+    ("train.py config/tiny.py --max_iters=1e3", "whole number"),
+    ("train.py config/tiny.py --bias=yes", "True or False"),
+    ("train.py config/tiny.py --optimizer=sgd", "adamw or muon"),
+    ("train.py config/tinny.py", "config/tiny.py"),
+    ("train.py {tmp}/typo.py", "learning_rate"),
+    ("train.py {tmp}/string.py", "batch_size"),
+    ("train.py {tmp}/code.py", "code.py:1"),
+    ("train.py config/tiny.py --n_head=3", "n_head=3"),
+    ("train.py config/tiny.py --warmup_iters=50", "warmup_iters=50"),
+    ("train.py config/tiny.py --device=tpu", "device=tpu"),
+    ("train.py config/tiny.py --device=cuda:7", "cuda:7"),
+    ("train.py config/tiny.py --dataset=nowhere", "nowhere"),
+    ("train.py config/tiny.py --dataset={tmp}/empty.txt", "empty"),
+    ("train.py config/tiny.py --dataset={tmp}/latin.txt", "0xe9"),
+    ("train.py config/tiny.py --dataset={tmp}/short.txt --tokenizer=byte", "16"),
+    ("train.py config/tiny.py --dataset={tmp}/long.txt --tokenizer=bpe:12", "bpe:12"),
+    ("train.py config/tiny.py --dataset={tmp}/long.txt --tokenizer=nope", "nope"),
+    ("train.py config/tiny.py --dataset={tmp}/long.txt --out_dir={tmp}/long.txt", "long.txt"),
+    ("train.py config/tiny.py --init_from=resume --dataset={tmp}/long.txt", "resume"),
+    ("train.py config/tiny.py --init_from=gpt5", "gpt5"),
+    ("sample.py", "python train.py"),
+    ("sample.py --temperature=-1", "temperature"),
+    ("sample.py --top_p=1.5", "top_p"),
+    ("sample.py --out_dir=nowhere", "nowhere"),
+    ("sample.py --promt=hello", "prompt"),
+    ("sample.py --max_new_tokens=0", "max_new_tokens"),
+    ("-m data.prepare", "SOURCE"),
+    ("-m data.prepare nowhere.txt --name=x", "nowhere.txt"),
+    ("-m data.prepare {tmp}/long.txt --name=../x", "../x"),
+    ("-m data.prepare {tmp}/long.txt --tokeniser=char", "--tokenizer"),
+    ("-m data.prepare {tmp}/latin.txt --name=x", "latin.txt"),
+    ("-m data.prepare {tmp}/long.txt --val_fraction=2", "val_fraction"),
+]
+
+
+@pytest.mark.parametrize("line, word", WRONG, ids=[w[0] for w in WRONG])
+def test_a_wrong_use_is_one_clear_line_and_exit_code_2(line, word, tmp_path):
+    (tmp_path / "typo.py").write_text("lerning_rate = 1")
+    (tmp_path / "string.py").write_text('batch_size = "8"')
+    (tmp_path / "code.py").write_text("import os; os.mkdir('hacked')")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 99)
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "long.txt").write_text("some text to train on. " * 99)
+    before = sorted(tmp_path.iterdir())
+    args = [a.format(tmp=tmp_path) for a in line.split()]
+    if args[0].endswith(".py"):
+        args[0] = str(CLONE / args[0])
+    done = subprocess.run([sys.executable, *args], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(CLONE)})
+    assert done.returncode == 2, done
+    lines = [t for t in done.stderr.splitlines() if t]
+    assert len(lines) <= 2 and word in done.stderr, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    left = [p for p in sorted(tmp_path.iterdir()) if p.name not in ("data", "out")]
+    assert left == before  # nothing is lost and nothing is left
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    done = subprocess.run([sys.executable, CLONE / "train.py", "--lerning_rate=1", "--debug"],
+                          capture_output=True, text=True)
+    assert "Traceback" in done.stderr and "UserError" in done.stderr
+
+
+def readme_commands() -> list[str]:
+    """The `python ...` lines of the README's code blocks, in order."""
+    text = (CLONE / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("python ")]
+
+
+def test_the_commands_of_the_readme(tmp_path, text_file):
+    """Every command, in order, on a copy of the clone; config/small.py made as small as tiny.py."""
+    clone = tmp_path / "clone"
+    shutil.copytree(CLONE, clone, ignore=shutil.ignore_patterns(
+        ".git", ".venv", "out", ".*cache", "__pycache__"))
+    tiny = (clone / "config" / "tiny.py").read_text()
+    for config in ("small", "shakespeare_char_cpu"):
+        (clone / "config" / f"{config}.py").write_text(tiny)
+    shutil.copy(text_file, clone / "my.txt")
+    (clone / "notes").mkdir()
+    shutil.copy(text_file, clone / "notes" / "a.txt")
+    (clone / "notes" / "b.txt").write_text("Another text. " * 500)
+    env = {k: v for k, v in os.environ.items() if k not in ("BONSAI_DATA", "BONSAI_OUT")}
+    commands = readme_commands()
+    assert len(commands) >= 8
+    for line in commands:
+        line = line.replace("shakespeare_char", "my.txt") if "--dataset" in line else line
+        line = line.replace("data.prepare shakespeare ", "data.prepare my.txt ")
+        words = [sys.executable, *shlex.split(line, comments=True)[1:]]
+        done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout.strip()

@@ -1,0 +1,435 @@
+"""train.py as its user meets it: a run from text to checkpoint, stopping, going on, refusing."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from data.shards import Split
+from kit import checkpoint
+from kit.settings import UserError
+
+GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
+CONFIG = """
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 16
+batch_size = 4
+gradient_accumulation_steps = 1
+max_iters = 20
+warmup_iters = 4
+learning_rate = 1e-2
+min_lr = 1e-3
+eval_interval = 10
+eval_iters = 4
+dtype = "float32"
+tokenizer = "byte"
+"""
+EVERYTHING = ["--optimizer=muon", "--dropout=0.2", "--gradient_accumulation_steps=3",
+              "--patience=9", "--schedule=linear", "--tokenizer=bpe:300", "--attn_logn=learned",
+              "--eval_interval=5"]
+
+
+@pytest.fixture
+def run(tmp_path, text_file):
+    """run(*flags) trains on the text with the small config; returns (exit code, run folder)."""
+    config = tmp_path / "test.py"
+    config.write_text(CONFIG)
+
+    def go(*flags: str, out: str | None = "run") -> tuple[int, Path]:
+        out_dir = [f"--out_dir={tmp_path / out}"] if out else []
+        argv = [str(config), f"--dataset={text_file}", *out_dir, *flags]
+        return train.main(argv), tmp_path / (out or "out/test")
+
+    return go
+
+
+def log(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+
+
+def losses(path: Path) -> list[float]:
+    return [r["loss"] for r in log(path) if "loss" in r]
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r.items() if k not in ("tok_s", "mfu", "elapsed_s", "train_s")}
+            for r in rows]
+
+
+def weights(path: Path, step: int = 20) -> dict[str, bytes]:
+    folder = path / "ckpt" / f"step_{step:06d}"
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.name != "state.json"}
+
+
+def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM):
+    """A signal that arrives while update `step` runs."""
+    real = train.Trainer.update
+
+    def update(self):
+        row = real(self)
+        if row["step"] == step:
+            signal.raise_signal(number)
+        return row
+
+    monkeypatch.setattr(train.Trainer, "update", update)
+    return lambda: monkeypatch.setattr(train.Trainer, "update", real)
+
+
+# ------------------------------------------------------------------------------- a run, whole
+
+
+def test_a_run_leaves_what_it_promises(run, capsys):
+    code, path = run("--max_iters=25")
+    assert code == 0
+    rows = log(path)
+    assert rows[0]["format"] == 1
+    assert [r["step"] for r in rows if "loss" in r] == list(range(1, 26))  # exactly max_iters
+    assert [r["step"] for r in rows if "val_loss" in r] == [10, 20, 25]
+    needed = {"step", "tokens", "loss", "lr", "grad_norm", "tok_s", "mfu", "elapsed_s", "train_s"}
+    assert needed <= rows[1].keys() and {"val_loss", "val_bpb"} <= rows[-1].keys()
+    assert rows[-1]["tokens"] == 25 * 4 * 16
+    assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    there = {p.name for p in (path / "ckpt").iterdir()}
+    assert there == {"step_000020", "step_000025", "best.json", "latest.json"}
+    config = json.loads((path / "config.json").read_text())
+    assert config["format"] == 1 and config["settings"]["n_embd"] == 32
+    out = capsys.readouterr().out
+    for words in ("device: cpu", "parameters", "4 rows x 16 tokens x 1 micro-steps", "epochs",
+                  "training left", "bits per byte", "tokens/s", "peak memory", "loss.png",
+                  "python sample.py"):
+        assert words in out, words
+
+
+def test_the_loss_falls_and_bits_per_byte_fit(run):
+    _, path = run("--max_iters=60")
+    first, last = losses(path)[0], np.mean(losses(path)[-5:])
+    assert first == pytest.approx(math.log(257), rel=0.05) and last < first - 1.5
+    val = log(path)[-1]  # one byte a token, one separator left out: bits per byte is loss / ln 2
+    assert val["val_bpb"] == pytest.approx(val["val_loss"] / math.log(2), rel=1e-3)
+
+
+def test_golden_loss_curve(run):
+    """20 steps of AdamW in fp32: other numbers mean that the mathematics has changed."""
+    _, path = run()
+    assert losses(path) == pytest.approx(json.loads(GOLDEN.read_text())["losses"], rel=1e-4)
+
+
+def test_the_same_seed_gives_the_same_series_and_another_does_not(run):
+    a, b, c = (losses(run(f"--seed={seed}", "--dropout=0.1", out=out)[1])
+               for seed, out in ((1, "a"), (1, "b"), (2, "c")))
+    assert a == b and a != c
+
+
+def test_accumulation_is_one_big_batch(run):
+    a = losses(run("--batch_size=12", out="a")[1])
+    b = losses(run("--batch_size=4", "--gradient_accumulation_steps=3", out="b")[1])
+    assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_accumulation_weighs_targets_and_not_micro_steps(run, monkeypatch):
+    """Micro-steps with unequal numbers of real targets: still one mean over all targets."""
+    real = Split.rows
+
+    def ragged(self, *args, **kwargs):
+        rows = real(self, *args, **kwargs).copy()
+        rows[0, 3:] = -1  # as targets; as inputs the -1 are replaced below
+        return rows
+
+    monkeypatch.setattr(Split, "rows", ragged)
+    forward = train.GPT.forward
+    monkeypatch.setattr(train.GPT, "forward",
+                        lambda self, idx, targets=None, cache=None:
+                        forward(self, idx.clamp(min=0), targets, cache))
+    a = losses(run("--batch_size=8", out="a")[1])
+    b = losses(run("--batch_size=2", "--gradient_accumulation_steps=4", out="b")[1])
+    assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_evaluation_does_not_disturb_training(run):
+    a = losses(run("--dropout=0.2", "--eval_interval=3", out="a")[1])
+    b = losses(run("--dropout=0.2", "--eval_interval=100", "--eval_iters=0", out="b")[1])
+    assert a == b
+
+
+def test_evaluation_is_the_same_whatever_the_batch(run):
+    vals = [log(run("--eval_iters=0", "--max_iters=1", "--warmup_iters=0", f"--batch_size={n}",
+                    "--learning_rate=1e-9", "--min_lr=0", out=f"v{n}")[1])[-1]["val_loss"]
+            for n in (1, 4, 300)]
+    assert vals == pytest.approx([vals[0]] * 3, rel=1e-6)
+
+
+def test_early_stop_and_best_only(run, monkeypatch):
+    """Losses 3, 2, 4, 5: with patience=2 the fourth evaluation ends the run; the best is kept."""
+    values = iter([3.0, 2.0, 4.0, 5.0])
+
+    def fake(*args, **kwargs):
+        loss = next(values)
+        return {"loss": loss, "perplexity": 1.0, "bpb": loss}
+
+    monkeypatch.setattr(train, "evaluate", fake)
+    _, path = run("--patience=2", "--eval_interval=2", "--keep=1",
+                  "--always_save_checkpoint=False")
+    assert log(path)[-1]["step"] == 8
+    assert checkpoint.pointed(path, "best") == "step_000004"
+    assert checkpoint.pointed(path, "latest") == "step_000008"
+    assert len(checkpoint.newest_first(path)) == 2
+    assert checkpoint.check(path / "ckpt" / "step_000008")["finished"]
+
+
+def test_a_short_run_still_saves(run):
+    _, path = run("--max_iters=3", "--eval_interval=500", "--warmup_iters=1")
+    assert checkpoint.pointed(path, "latest") == "step_000003"
+
+
+@pytest.mark.parametrize("flags", [["--optimizer=muon"], ["--tie_embeddings=False"],
+                                   ["--bias=True"], ["--attn_logn=clipped", "--logn_base=4"],
+                                   ["--decay_lr=False"], ["--grad_clip=0.01"], ["--dropout=0.3"],
+                                   ["--beta1=0.5"], ["--beta2=0.5"], ["--weight_decay=5"],
+                                   ["--min_lr=9e-3"], ["--lr_decay_iters=9"], ["--schedule=linear"],
+                                   ["--schedule=linear", "--cooldown=0.2"], ["--warmup_iters=1"],
+                                   ["--dtype=bfloat16"], ["--seed=2"],
+                                   ["--optimizer=muon", "--muon_lr=0.5"]], ids=" ".join)
+def test_each_setting_of_the_model_and_the_optimizer_does_something(run, flags):
+    assert losses(run(*flags)[1]) != losses(run(out="plain")[1])
+
+
+def test_log_interval_and_eval_iters(run):
+    _, path = run("--log_interval=5")
+    assert [r["step"] for r in log(path) if "loss" in r] == [5, 10, 15, 20]
+
+
+def test_eval_only_writes_nothing(run, tmp_path, capsys):
+    _, path = run()
+    before = {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+    code, _ = run("--eval_only=True")
+    assert code == 0 and f"{log(path)[-1]['val_loss']:.4f}" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+
+
+# --------------------------------------------------------------------------- stop and go on
+
+
+@pytest.mark.parametrize("flags", [[], EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("stop", [7, 10])
+def test_ten_and_ten_are_twenty_bit_for_bit(run, monkeypatch, flags, stop, capsys):
+    _, whole = run(*flags, out="whole")
+    go_on = stop_at(monkeypatch, stop)
+    code, path = run(*flags, out="parts")
+    assert code == 128 + signal.SIGTERM
+    assert "Go on with:" in capsys.readouterr().out
+    go_on()
+    code, _ = run(*flags, out="parts")
+    assert code == 0 and "going on" in capsys.readouterr().out
+    assert weights(whole) == weights(path)
+    assert timeless(log(whole)) == timeless(log(path))
+
+
+def test_many_interruptions(run, monkeypatch):
+    _, whole = run(out="whole")
+    for step in (1, 2, 5, 10, 11, 19, 20):  # the last one before the final evaluation
+        go_on = stop_at(monkeypatch, step, signal.SIGINT)
+        assert run(out="parts")[0] == 130
+        go_on()
+    code, path = run(out="parts")
+    assert code == 0
+    assert weights(whole) == weights(path)
+    assert timeless(log(whole)) == timeless(log(path))
+
+
+def test_interrupted_while_evaluating(run, monkeypatch):
+    _, whole = run(out="whole")
+    real, calls = train.evaluate, []
+
+    def evaluate(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    assert run(out="parts")[0] == 130
+    code, path = run(out="parts")
+    assert code == 0 and timeless(log(whole)) == timeless(log(path))
+
+
+def test_a_crash_between_saves_repeats_the_updates_and_mends_the_log(run, monkeypatch):
+    _, whole = run(out="whole")
+    real = train.Trainer.update
+
+    def crash(self):
+        if self.progress.step == 15:
+            with (self.path / "log.jsonl").open("a") as f:
+                f.write('{"step": 16, "lo')  # torn
+            raise MemoryError
+        return real(self)
+
+    monkeypatch.setattr(train.Trainer, "update", crash)
+    with pytest.raises(MemoryError):
+        run(out="parts")
+    monkeypatch.setattr(train.Trainer, "update", real)
+    _, path = run(out="parts")
+    assert timeless(log(whole)) == timeless(log(path)) and weights(whole) == weights(path)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, monkeypatch, capsys):
+    _, whole = run(out="whole")
+    go_on = stop_at(monkeypatch, 15)
+    _, path = run(out="parts")
+    go_on()
+    damaged = path / "ckpt" / "step_000015" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    _, path = run(out="parts")
+    said = capsys.readouterr().out
+    assert str(damaged) in said and "going on with" in said and "from step 10" in said
+    assert weights(whole) == weights(path) and timeless(log(whole)) == timeless(log(path))
+
+
+def test_another_batch_size_skips_and_repeats_nothing(run, monkeypatch):
+    served = []
+    rows = Split.rows
+    monkeypatch.setattr(Split, "rows", lambda self, first, n, *a, **k:
+                        (served.extend(range(first, first + n)), rows(self, first, n, *a, **k))[1])
+    go_on = stop_at(monkeypatch, 7)
+    run()
+    go_on()
+    run("--batch_size=6")
+    assert served == list(range(7 * 4 + 13 * 6))
+
+
+def test_what_changed_is_listed(run, monkeypatch, capsys):
+    go_on = stop_at(monkeypatch, 7)
+    run()
+    go_on()
+    capsys.readouterr()
+    run("--learning_rate=2e-2", "--max_iters=22")
+    said = capsys.readouterr().out
+    assert "learning_rate from 0.01 to 0.02" in said and "max_iters from 20 to 22" in said
+    assert "out_dir" not in said.split("update:")[0].replace("--out_dir", "")
+
+
+@pytest.mark.parametrize("flag", ["--n_layer=3", "--n_embd=16", "--block_size=8", "--bias=True",
+                                  "--tie_embeddings=False", "--attn_logn=fixed",
+                                  "--optimizer=muon"])
+def test_architecture_cannot_change(run, monkeypatch, flag):
+    go_on = stop_at(monkeypatch, 3)
+    _, path = run()
+    go_on()
+    before = weights(path, 3)
+    with pytest.raises(UserError, match="cannot change"):
+        run(flag)
+    assert weights(path, 3) == before
+
+
+def test_another_tokenizer_cannot_take_over_a_run(run, monkeypatch):
+    go_on = stop_at(monkeypatch, 3)
+    run()
+    go_on()
+    with pytest.raises(UserError, match="bpe:300"):
+        run("--tokenizer=bpe:300")
+
+
+def test_a_finished_run_in_a_defaulted_folder_gets_a_sibling(run, tmp_path, capsys):
+    run(out=None)
+    run(out=None)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"test", "test-2", "latest.json"}
+    latest = json.loads((tmp_path / "out" / "latest.json").read_text())["path"]
+    assert Path(latest).name == "test-2"
+
+
+def test_a_finished_run_in_an_explicit_folder_is_refused(run):
+    _, path = run()
+    before = weights(path)
+    with pytest.raises(UserError, match="--overwrite=True.*--init_from=resume.*--out_dir"):
+        run()
+    assert weights(path) == before
+    code, _ = run("--overwrite=True", "--seed=5")
+    assert code == 0 and weights(path) != before
+
+
+def test_a_finished_run_is_made_longer_on_request(run):
+    run()
+    _, path = run("--init_from=resume", "--max_iters=24")
+    assert [r["step"] for r in log(path) if "loss" in r] == list(range(1, 25))
+
+
+def test_a_new_run_from_weights(run, capsys):
+    _, first = run("--n_layer=3", "--decay_lr=False")
+    run_config = json.loads((first / "config.json").read_text())["settings"]
+    assert run_config["n_layer"] == 3
+    with pytest.raises(UserError, match="n_layer=2.*n_layer=3"):
+        run(f"--init_from={first}", out="second")
+    code, second = run(f"--init_from={first}", "--n_layer=3", "--learning_rate=1e-6",
+                       "--min_lr=0", out="third")
+    assert code == 0
+    assert losses(second)[0] < losses(first)[0] - 1
+
+
+def test_resume_without_a_run_is_refused(run):
+    with pytest.raises(UserError, match="holds no run"):
+        run("--init_from=resume")
+
+
+# ----------------------------------------------------------------------------------- mistakes
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
+    real = train.Trainer.update
+
+    def update(self):
+        if self.progress.step == 12:
+            with torch.no_grad():
+                self.model.wte.weight.fill_(math.nan)
+        return real(self)
+
+    monkeypatch.setattr(train.Trainer, "update", update)
+    with pytest.raises(UserError, match="step 13: the loss is nan.*step_000010"):
+        run()
+    monkeypatch.setattr(train.Trainer, "update", real)
+    code, path = run()
+    assert code == 0 and math.isfinite(losses(path)[-1])
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--n_head=3"], "n_embd=32.*n_head=3"),
+    (["--warmup_iters=30"], "warmup_iters=30.*20"),
+    (["--min_lr=1"], "min_lr=1.*learning_rate=0.01"),
+    (["--max_iters=0"], "max_iters=0"),
+    (["--batch_size=-2"], "batch_size=-2"),
+    (["--dropout=1.5"], "dropout=1.5"),
+    (["--learning_rate=nan"], "learning_rate=nan"),
+    (["--beta1=1"], "beta1=1"),
+    (["--cooldown=0"], "cooldown=0"),
+    (["--logn_base=9"], "logn_base=9"),
+    (["--device=tpu9"], "device=tpu9"),
+    (["--device=cuda:99"], "cuda:99"),
+    (["--dtype=float16", "--device=cpu"], "float16"),
+    (["--init_from=nowhere"], "init_from=nowhere"),
+    (["--init_from=gpt2"], "init_from=gpt2"),
+])
+def test_values_that_cannot_work(run, tmp_path, flags, words):
+    with pytest.raises(UserError, match=words) as error:
+        run(*flags)
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_too_short_for_the_context(run, text_file):
+    text_file.write_text("short. " * 20)
+    with pytest.raises(train.DataError, match=r"(?s)val.*16"):
+        run()
+
+
+def test_ids_beyond_the_vocabulary_are_found_before_the_first_step(run, tmp_path):
+    run("--max_iters=1", "--warmup_iters=0")
+    shard = next((tmp_path / "data").glob("*/train_000000.bin"))
+    raw = bytearray(shard.read_bytes())
+    raw[-2:] = b"\xff\xff"
+    shard.write_bytes(raw)
+    with pytest.raises(train.DataError, match="65535.*257"):
+        run(out="second")

@@ -36,18 +36,18 @@ class GPTConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.attn_logn not in ("off", "fixed", "clipped", "learned"):
             raise ValueError(f"attn_logn={self.attn_logn}: must be off, fixed, clipped or learned")
-        if self.logn_base is not None and (
-                self.attn_logn not in ("fixed", "clipped") or self.logn_base < 2):
-            raise ValueError(f"logn_base={self.logn_base}: must be at least 2, and is only of use "
-                             f"with attn_logn=fixed or clipped, here {self.attn_logn}")
+        usable = self.attn_logn in ("fixed", "clipped") and (self.logn_base or 2) >= 2
+        if self.logn_base is not None and not usable:
+            raise ValueError(f"logn_base={self.logn_base}: must be at least 2, and needs "
+                             f"attn_logn=fixed or clipped, not {self.attn_logn}")
 
 
 class LayerNorm(nn.Module):
@@ -107,14 +107,23 @@ class CausalSelfAttention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Scaled dot-product attention of q (B, H, T, D) over k, v (B, H, S, D) -> (B, H, T, D).
 
-    Without a mask, T queries stand for the positions 0..T-1, and a single query sees all keys.
+    mask: True where a query may see a key. Without one, T queries stand for the positions
+    0..T-1, and a single query sees all keys.
     """
     causal = mask is None and q.size(2) > 1
-    if q.device.type == "cpu":  # 16-bit attention is several times slower than fp32 on a CPU
-        with torch.autocast("cpu", enabled=False):
-            a = (x.float() for x in (q, k, v))
-            return F.scaled_dot_product_attention(*a, mask, dropout, causal).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask, dropout, causal)
+    if q.device.type != "cpu":
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+    with torch.autocast("cpu", enabled=False):
+        if q.dtype == k.dtype == torch.bfloat16:  # training: faster there than the fused kernel
+            scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # (B, H, T, S)
+            if causal:
+                scores = scores + scores.new_full(scores.shape[-2:], -torch.inf).triu(1)
+            elif mask is not None:
+                scores = scores.masked_fill(~mask, -torch.inf)
+            return F.dropout(scores.softmax(-1), dropout, dropout > 0) @ v
+        a = (x.float() for x in (q, k, v))  # one query over a 16-bit cache is ten times slower
+        return F.scaled_dot_product_attention(*a, mask, dropout, causal).to(q.dtype)
 
 
 class MLP(nn.Module):
@@ -155,7 +164,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     Rows whose target is -1 add nothing. (The idea: Liger Kernel's fused linear cross entropy.)
     """
 
-    ROWS = 1024  # enough rows for a matrix product to run at full speed
+    ROWS = {"cpu": 256, "cuda": 2048}  # logits that stay in a CPU's cache, or fill a GPU
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, need_grad: bool) -> Tensor:
@@ -167,8 +176,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x) if need_grad else None
         dw = torch.zeros_like(weight) if need_grad else None
         with torch.autocast(device, enabled=False):
-            for first in range(0, len(x), ChunkedCrossEntropy.ROWS):
-                rows = slice(first, first + ChunkedCrossEntropy.ROWS)
+            step = ChunkedCrossEntropy.ROWS.get(device, 2048)
+            for rows in (slice(i, i + step) for i in range(0, len(x), step)):
                 chunk, target = x[rows].to(dtype), targets[rows, None]
                 real, target = target >= 0, target.clamp(min=0)
                 logp = F.log_softmax(chunk @ w.T, dim=-1, dtype=torch.float32)  # (rows, V)
@@ -242,7 +251,7 @@ class KVCache:
             self.pos = self.longest
 
     def expand(self, n: int) -> None:
-        """Every row becomes n rows, side by side: n samples pay for one prompt."""
+        """Every row becomes n, side by side: n samples pay for one prompt."""
         self.k, self.v = (a.repeat_interleave(n, dim=1) for a in (self.k, self.v))
         if isinstance(self.pos, Tensor):
             self.pos = self.pos.repeat_interleave(n)
@@ -280,14 +289,11 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """GPT-2's initialisation: small normals, smaller at the end of each residual branch."""
-        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
-                p.normal_(std=residual_std)
-            elif name == "wpe.weight":
-                p.normal_(std=0.01)
+                p.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
             elif p.ndim == 2:
-                p.normal_(std=0.02)
+                p.normal_(std=0.01 if name == "wpe.weight" else 0.02)
             elif name.endswith("bias"):
                 p.zero_()
 
@@ -376,7 +382,7 @@ class GPT(nn.Module):
                 x = self.hidden(window[:, : n.max()])[rows, n - 1]
 
     def new_cache(self, batch_size: int = 1, length: int | None = None) -> KVCache:
-        """A cache where the model is; fp32 on a CPU, where attention runs in it (see `attend`)."""
+        """A cache where the model is; in fp32 on a CPU (see `attend`)."""
         w = self.wte.weight
         dtype = torch.float32 if w.device.type == "cpu" else w.dtype
         return KVCache(self.config, batch_size, length, w.device, dtype)

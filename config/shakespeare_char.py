@@ -1,4 +1,4 @@
-# Tiny Shakespeare by characters in the shape of nanoGPT's GPU example. For a GPU; hours on a laptop.
+# Tiny Shakespeare by characters in the shape of nanoGPT's GPU example. For a GPU.
 
 dataset = "shakespeare_char"
 

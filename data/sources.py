@@ -1,14 +1,12 @@
 """Where text comes from: a keyword, a text file or a folder becomes a stream of documents."""
 
-import hashlib
 import os
 import sysconfig
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
 
 from data import DataError
 
@@ -17,16 +15,8 @@ SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt")
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-STDLIB_MIN_BYTES = 2_000_000  # a complete one has 10 MB and more; less is a stripped installation
+STDLIB_MIN_BYTES = 2_000_000  # a whole one has 10 MB and more
 BINARY_PROBE_BYTES = 8192  # a NUL among the first ones marks a file in a folder as binary
-TIMEOUT_S = 30
-
-
-class Document(NamedTuple):
-    """One text and where it came from."""
-
-    name: str
-    text: str
 
 
 def data_root() -> Path:
@@ -34,118 +24,91 @@ def data_root() -> Path:
     return Path(os.environ.get("BONSAI_DATA") or Path(__file__).parent).absolute()
 
 
-def documents(source: str, errors: str = "strict", skipped: Counter[str] | None = None,
-              root: Path | None = None) -> Iterator[Document]:
-    """The documents of a source, one at a time, in an order that depends on nothing but names.
+def documents(source: str, errors: str = "strict",
+              skipped: dict[str, int] | None = None) -> Iterator[tuple[str, str]]:
+    """(name, text) of each document of a source, in an order that depends on nothing but names.
 
-    source: `stdlib` (Python's own library), `shakespeare` (Tiny Shakespeare, downloaded once into
-    root), a text file (one document) or a folder (one document a file, hidden ones and binaries
-    left out). A keyword is always the keyword: write ./stdlib for a file or folder of that name.
+    source: `stdlib` (Python's own library), `shakespeare` (downloaded once), a text file (one
+    document) or a folder (one a file, without hidden ones). ./stdlib is a path, not the keyword.
     errors: "strict" refuses bytes that are not UTF-8, "replace" puts U+FFFD in their place.
     skipped: counts what is left out, under "empty" and "binary".
-    DataError: nothing there, not UTF-8, not what was expected.
     """
-    if errors not in ("strict", "replace"):
-        raise DataError(f"--errors={errors}: expected strict or replace")
-    skipped = Counter() if skipped is None else skipped
-    for name, path in _files(source, root or data_root(), skipped):
-        text = _decode(path, errors)
-        if text:
-            yield Document(name, text)
-        else:
-            skipped["empty"] += 1
-
-
-def _files(source: str, root: Path, skipped: Counter[str]) -> Iterator[tuple[str, Path]]:
-    """Name and path of every document of a source."""
-    if source == "stdlib":
-        yield from _stdlib_files()
-    elif source == "shakespeare":
-        yield source, _shakespeare(root / ".cache")
-    elif (path := Path(source)).is_file():
-        yield source, path
-    elif path.is_dir():
-        for name, file in _walk(path, lambda name: name.startswith(".")):
-            if _is_binary(file):
+    skipped = {"empty": 0, "binary": 0} if skipped is None else skipped
+    for name, path in _files(source):
+        with open(path, "rb") as file:  # not as text, which would change line ends
+            head = file.read(BINARY_PROBE_BYTES)
+            if b"\0" in head and name != source:  # a file that was named itself is taken as text
                 skipped["binary"] += 1
-            else:
-                yield name, file
-    else:
-        raise DataError(f"there is no file or folder {source!r}; a source is a text file, a folder "
-                        f"of texts or one of {', '.join(KEYWORDS)}")
+                continue
+            raw = head + file.read()
+        if not raw:
+            skipped["empty"] += 1
+            continue
+        try:
+            yield name, raw.decode("utf-8", errors=errors)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}: byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8; save "
+                "the file as UTF-8, or put U+FFFD there with --errors=replace") from None
 
 
-def _walk(folder: Path, excluded: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
-    """All regular files below a folder, by POSIX path; links to folders are not followed."""
+def _files(source: str) -> list[tuple[str, Path]]:
+    """Name and path of every file of a source."""
+    path = Path(source)
+    if source == "stdlib":
+        return _stdlib(Path(sysconfig.get_path("stdlib")))
+    if source == "shakespeare":
+        return [(source, _shakespeare())]
+    if path.is_file():
+        return [(source, path)]
+    if path.is_dir():
+        return _walk(path, lambda name: not name.startswith("."))
+    raise DataError(f"there is no file or folder {source!r}; a source is a text file, a folder of "
+                    f"texts or one of {', '.join(KEYWORDS)}")
+
+
+def _stdlib(folder: Path) -> list[tuple[str, Path]]:
+    """Python's own library, without its tests and what was installed beside it."""
+    found = _walk(folder, lambda name: name not in STDLIB_EXCLUDED) if folder.is_dir() else []
+    found = [(name, path) for name, path in found if name.endswith(".py")]
+    size = sum(path.stat().st_size for _, path in found)
+    if size < STDLIB_MIN_BYTES:
+        raise DataError(f"Python's standard library in {folder} is zipped, absent or stripped: "
+                        f"{size:,} bytes of source, expected {STDLIB_MIN_BYTES:,} or more; give a "
+                        "text file or a folder of texts instead, as --dataset=my.txt")
+    return found
+
+
+def _walk(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[str, Path]]:
+    """The regular files below a folder, through folders that are wanted too and are no links."""
     def refuse(error: OSError) -> None:  # os.walk would pass over what it may not read
         raise error
 
     found = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not excluded(name)]
-        found += [Path(parent, name) for name in files if not excluded(name)]
-    names = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
-    yield from sorted(names.items())
+        folders[:] = filter(wanted, folders)
+        found += [Path(parent, name) for name in filter(wanted, files)]
+    return sorted((p.relative_to(folder).as_posix(), p) for p in found if p.is_file())
 
 
-def _is_binary(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return b"\0" in file.read(BINARY_PROBE_BYTES)
-
-
-def _decode(path: Path, errors: str) -> str:
-    """The text of a file, byte for byte: read as binary, so that line ends survive."""
-    raw = path.read_bytes()
-    try:
-        return raw.decode("utf-8", errors=errors)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8; save the "
-            "file as UTF-8, or put U+FFFD there with --errors=replace") from None
-
-
-def _stdlib_files() -> list[tuple[str, Path]]:
-    """The modules of Python's own library, without its tests and what was installed beside it."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    if not folder.is_dir():
-        raise DataError(f"this Python keeps no standard library as files ({folder}); give a text "
-                        "file or a folder of texts instead")
-    found = [(name, path) for name, path in _walk(folder, STDLIB_EXCLUDED.__contains__)
-             if name.endswith(".py")]
-    size = sum(path.stat().st_size for _, path in found)
-    if size < STDLIB_MIN_BYTES:
-        raise DataError(f"the standard library in {folder} has only {size:,} bytes of Python, "
-                        f"expected {STDLIB_MIN_BYTES:,} or more; give a text file or a folder of "
-                        "texts instead")
-    return found
-
-
-def _shakespeare(cache: Path) -> Path:
-    """Tiny Shakespeare in the cache, downloaded if it is not there; its hash is checked either way.
-
-    A copy that is not what it was, or changed upstream, is never used silently.
-    """
-    path = cache / "tinyshakespeare.txt"
-    if path.exists():
-        _check_sha256(path.read_bytes(), str(path), "delete it and run this again")
+def _shakespeare() -> Path:
+    """Tiny Shakespeare, downloaded unless the copy that is kept has the right hash."""
+    path = data_root() / ".cache" / "tinyshakespeare.txt"
+    if path.exists() and sha256(path.read_bytes()).hexdigest() == SHAKESPEARE_SHA256:
         return path
     elsewhere = ("give a local copy instead: python -m data.prepare input.txt "
                  "--name=shakespeare_char --tokenizer=char")
     try:
-        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=TIMEOUT_S) as response:
+        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             content = response.read()
     except (OSError, HTTPException) as error:
         raise DataError(f"could not download {SHAKESPEARE_URL} ({error}); {elsewhere}") from None
-    _check_sha256(content, SHAKESPEARE_URL, f"try again, or {elsewhere}")
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = cache / f".tmp-{os.getpid()}-{path.name}"
+    got = sha256(content).hexdigest()
+    if got != SHAKESPEARE_SHA256:
+        raise DataError(f"{SHAKESPEARE_URL} ({len(content):,} bytes) has SHA-256 {got}, expected "
+                        f"{SHAKESPEARE_SHA256}; try again, or {elsewhere}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{os.getpid()}")
     temporary.write_bytes(content)
     os.replace(temporary, path)
     return path
-
-
-def _check_sha256(content: bytes, name: str, remedy: str) -> None:
-    got = hashlib.sha256(content).hexdigest()
-    if got != SHAKESPEARE_SHA256:
-        raise DataError(f"{name} ({len(content):,} bytes) has SHA-256 {got}, expected "
-                        f"{SHAKESPEARE_SHA256}; {remedy}")

@@ -1,6 +1,5 @@
 """Run folders: where a run lives, who owns it, whether it starts, goes on or is refused."""
 
-import itertools
 import os
 import shlex
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 
 from kit import checkpoint
 from kit.settings import CLONE, Loaded, UserError
@@ -25,10 +25,10 @@ def out_root() -> Path:
 
 @dataclass
 class Run:
-    """A run folder that this process owns for as long as `lock` is open."""
+    """A run folder that this process owns: the system frees the lock however the process ends."""
 
     path: Path
-    lock: Any
+    lock: BaseFileLock
     resume: tuple[Path, dict[str, Any]] | None  # the checkpoint to go on from, and its state
 
 
@@ -39,13 +39,14 @@ def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn)
     """
     new = init_from not in ("auto", "resume")  # scratch, or from the weights of a checkpoint
     base = Path(out_dir) if out_dir else out_root() / name
-    number = 1 if out_dir else max(1, count_runs(base))
+    number = 1
+    while not out_dir and has_run(sibling(base, number + 1)):
+        number += 1
     path = sibling(base, number)
-    held = has_run(path)
     inside = new and Path(init_from).resolve().is_relative_to(path.resolve())
     if overwrite and (inside or init_from == "resume"):
         raise UserError(f"overwrite=True removes {path}, init_from={init_from} needs it: drop one")
-    if held and not overwrite:
+    if has_run(path) and not overwrite:
         found = checkpoint.newest_complete(path, lambda text: None)  # damage is told of below
         finished = bool(found and found[1].get("finished"))
         if new or (finished and init_from == "auto"):
@@ -53,17 +54,21 @@ def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn)
                 raise UserError(f"{path} holds a {'finished' if finished else 'started'} run: "
                                 "--overwrite=True replaces it, --init_from=resume goes on with it, "
                                 "another --out_dir leaves it alone")
-            path, held = sibling(base, number + 1), False
-    if init_from == "resume" and not held:
+            path = sibling(base, number + 1)
+    if init_from == "resume" and not has_run(path):
         raise UserError(f"init_from=resume: {path} holds no run; --init_from=auto starts one")
     if path.exists() and not path.is_dir():
         raise UserError(f"out_dir {path} is a file; a folder is needed")
     if (path / "config.json").exists():
         checkpoint.read_json(path / "config.json")  # refuses one that is not ours to replace
     path.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(path)
+    lock = FileLock(path / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"{path} is in use by another process; give another --out_dir") from None
     checkpoint.tidy(path)
-    if held and overwrite:
+    if overwrite:
         clear(path)
     resume = checkpoint.newest_complete(path, warn)
     if resume is None and checkpoint.newest_first(path):
@@ -80,11 +85,6 @@ def sibling(base: Path, number: int) -> Path:
     return base if number == 1 else base.with_name(f"{base.name}-{number}")
 
 
-def count_runs(base: Path) -> int:
-    """How many siblings hold a run, up to the first that does not: exp-2024 is none of exp."""
-    return next(n for n in itertools.count() if not has_run(sibling(base, n + 1)))
-
-
 def clear(path: Path) -> None:
     """Remove a run's files and nothing else from its folder."""
     for folder in checkpoint.newest_first(path):
@@ -93,33 +93,39 @@ def clear(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def lock_folder(path: Path) -> Any:
-    """An exclusive lock that the system frees however the process ends; UserError if taken."""
-    f = (path / ".lock").open("a+")
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        f.close()
-        raise UserError(f"{path} is in use by another process; give another --out_dir") from None
-    return f
-
-
-def list_changes(path: Path, before: dict, now: dict, fixed: set[str], say) -> None:
-    """Say which settings a run goes on with differently; UserError for one that is `fixed`."""
-    for name in sorted(now.keys() & before.keys() - {"init_from", "overwrite", "out_dir", "debug"}):
-        old, new = before[name], now[name]
+def check_resume(run: Run, settings: dict[str, Any], fixed: set[str], data: Any, say) -> None:
+    """Before going on: refuse a change of `fixed` settings or of the tokenizer, say all others."""
+    folder, state = run.resume
+    saved = checkpoint.read_json(run.path / "config.json")
+    before = saved["settings"]
+    for name in sorted(before.keys() & settings.keys() - {"init_from", "overwrite", "out_dir",
+                                                          "debug"}):
+        old, new = before[name], settings[name]
         if old != new and name in fixed:
-            raise UserError(f"{path} was trained with {name}={old}, now {name}={new}; a run cannot "
-                            "change this; give another --out_dir, or --overwrite=True")
+            raise UserError(f"{run.path} was trained with {name}={old}, now {name}={new}; a run "
+                            "cannot change this; give another --out_dir, or --overwrite=True")
         if old != new:
             say(f"changed since the run began: {name} from {old} to {new}")
+    same_tokenizer(folder, data.tokenizer)
+    if saved["dataset_hash"] != data.hash and before["dataset"] == settings["dataset"]:
+        say(f"changed since the run began: the contents of dataset {settings['dataset']}")
+    if state["threads"] != torch.get_num_threads():
+        say(f"note: {state['threads']} threads before, {torch.get_num_threads()} now; "
+            "the numbers will differ in their last bits")
+
+
+def same_dtype(run: Run, wanted: str, device_type: str) -> str:
+    """dtype=auto stays what it was, though a trial might choose otherwise today."""
+    saved = checkpoint.read_json(run.path / "config.json")
+    return saved["dtype"] if wanted == "auto" and saved["device"] == device_type else wanted
+
+
+def same_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """UserError unless the checkpoint was trained with this tokenizer."""
+    theirs = checkpoint.read_json(folder / "tokenizer.json")
+    if theirs.get("hash") != tokenizer.hash:
+        raise UserError(f"{folder} was trained with tokenizer {theirs.get('spec')}, the data set "
+                        f"has {tokenizer.spec}; give it --tokenizer={folder / 'tokenizer.json'}")
 
 
 def find_source(init_from: str) -> Path | None:
@@ -144,33 +150,6 @@ def adopt_architecture(settings: Any, config: GPTConfig, given: set[str], source
         setattr(settings, name, theirs)
 
 
-def check_resume(claimed: Run, settings: dict, fixed: set[str], data: Any, say) -> None:
-    """Before going on: refuse what cannot change, say what did. `data` is the data set now."""
-    folder, state = claimed.resume
-    saved = checkpoint.read_json(claimed.path / "config.json")
-    list_changes(claimed.path, saved["settings"], settings, fixed, say)
-    same_tokenizer(folder, data.tokenizer)
-    if saved["dataset_hash"] != data.hash and saved["settings"]["dataset"] == settings["dataset"]:
-        say(f"changed since the run began: the contents of dataset {settings['dataset']}")
-    if state["threads"] != torch.get_num_threads():
-        say(f"note: {state['threads']} threads before, {torch.get_num_threads()} now; "
-            "the numbers will differ in their last bits")
-
-
-def same_dtype(claimed: Run, wanted: str, device_type: str) -> str:
-    """dtype=auto stays what it was, though a trial might choose otherwise today."""
-    saved = checkpoint.read_json(claimed.path / "config.json")
-    return saved["dtype"] if wanted == "auto" and saved["device"] == device_type else wanted
-
-
-def same_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """UserError unless the checkpoint was trained with this tokenizer."""
-    theirs = checkpoint.read_json(folder / "tokenizer.json")
-    if theirs.get("hash") != tokenizer.hash:
-        raise UserError(f"{folder} was trained with tokenizer {theirs.get('spec')}, the data set "
-                        f"has {tokenizer.spec}; give it --tokenizer={folder / 'tokenizer.json'}")
-
-
 def command_to_go_on(loaded: Loaded, path: Path) -> str:
     """The command that started a run, such that it now goes on with it."""
     s = loaded.settings
@@ -182,20 +161,16 @@ def command_to_go_on(loaded: Loaded, path: Path) -> str:
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM ask a loop to stop after its update; a second one leaves at once.
-
-    In force inside `with`, and only in the main thread, where Python lets signals be handled.
-    """
+    """Inside `with`, Ctrl-C and SIGTERM only set `signal`; a second one leaves at once."""
 
     def __init__(self):
         self.signal: int | None = None
         self.before: dict[int, Any] = {}
 
-    def __enter__(self) -> "Interrupt":
-        if threading.current_thread() is threading.main_thread():
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
             for number in (signal.SIGINT, signal.SIGTERM):
                 self.before[number] = signal.signal(number, self.handle)
-        return self
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self.before.items():
@@ -205,9 +180,6 @@ class Interrupt:
         if self.signal:
             os._exit(128 + number)
         self.signal = number
-
-
-# ---------------------------------------------------------------------------------- finding a run
 
 
 def remember(path: Path) -> None:
@@ -231,20 +203,17 @@ def find_run(out_dir: str | None) -> Path:
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
     """Of a run: the step asked for, else the best, else the newest. A checkpoint is itself."""
-    if (path / "model.safetensors").exists():
-        if step is not None:
-            raise UserError(f"--step={step}: {path} is a checkpoint already; name its run instead")
+    if step is None and (path / "model.safetensors").exists():
         return path
-    there = checkpoint.newest_first(path)
-    if not there:
-        raise UserError(f"{path}: holds no checkpoint yet")
+    steps = {checkpoint.step_of(p): p for p in reversed(checkpoint.newest_first(path))}
+    if not steps:
+        raise UserError(f"{path}: holds no checkpoints")
     if step is None:
         best = checkpoint.pointed(path, "best")
         if not best and (path / "ckpt" / "best.json").exists():
             raise UserError(f"{path / 'ckpt' / 'best.json'}: damaged, or its checkpoint is gone; "
-                            f"name another, as {there[0]}")
-        return path / "ckpt" / best if best else there[0]
-    steps = {checkpoint.step_of(p): p for p in reversed(there)}
+                            f"name another with --step={max(steps)}")
+        return path / "ckpt" / best if best else steps[max(steps)]
     if step not in steps:
         raise UserError(f"--step={step}: {path} holds the steps {', '.join(map(str, steps))}")
     return steps[step]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import GPT, ChunkedCrossEntropy, GPTConfig, KVCache
+from model import GPT, ChunkedCrossEntropy, GPTConfig, KVCache, attend
 
 LOGN = ["off", "fixed", "clipped", "learned"]
 T = 16
@@ -135,6 +135,39 @@ def test_a_token_changes_nothing_before_it(logn, path, at):
     assert not torch.equal(a[:, at:], b[:, at:])
 
 
+@pytest.mark.parametrize("T, S, masked", [(16, 16, False), (5, 16, True), (1, 16, False)])
+def test_attention_by_products_is_that_of_the_fused_kernel(T, S, masked):
+    """The bf16 path of a CPU against fp32: same values within bf16, same gradients."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8).bfloat16() for n in (T, S, S))
+    mask = torch.ones(T, S, dtype=torch.bool).tril(S - T) if masked else None
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = attend(*leaves, mask, 0.0)
+        assert y.dtype == dtype
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("at", [0, 7, 15])
+def test_causality_in_bf16(at):
+    model, idx = make(), tokens(2)
+    changed = idx.clone()
+    changed[:, at] = (changed[:, at] + 1) % 61
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        a, b = model(idx), model(changed)
+    assert torch.equal(a[:, :at], b[:, :at]) and not torch.equal(a[:, at:], b[:, at:])
+
+
+def test_attention_dropout_acts_on_each_path():
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = (torch.randn(1, 2, 16, 8, dtype=dtype) for _ in range(3))
+        assert not torch.equal(attend(q, k, v, None, 0.5), attend(q, k, v, None, 0.0))
+
+
 def test_positions_beyond_the_context_are_refused():
     model = make()
     with pytest.raises(ValueError, match="17.*16"):
@@ -245,7 +278,7 @@ def test_learned_scale_is_trained():
 
 @pytest.mark.parametrize("rows", [1, 7, 1024])
 def test_chunked_loss_and_its_gradients_are_those_of_the_library(rows, monkeypatch):
-    monkeypatch.setattr(ChunkedCrossEntropy, "ROWS", rows)
+    monkeypatch.setitem(ChunkedCrossEntropy.ROWS, "cpu", rows)
     torch.manual_seed(0)
     x, w = torch.randn(40, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)
     y = torch.randint(-1, 13, (40,))
@@ -260,7 +293,7 @@ def test_chunked_loss_and_its_gradients_are_those_of_the_library(rows, monkeypat
 
 
 def test_full_logits_never_exist(monkeypatch):
-    monkeypatch.setattr(ChunkedCrossEntropy, "ROWS", 8)
+    monkeypatch.setitem(ChunkedCrossEntropy.ROWS, "cpu", 8)
     largest = 0
     real = F.log_softmax
 

@@ -1,4 +1,4 @@
-"""Real processes, real signals, and the README's commands as written. Slow: run by `pytest -m slow`."""
+"""Real processes, real signals and the README's commands as written: `pytest -m slow`."""
 
 import json
 import os

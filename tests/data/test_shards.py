@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 from data import DataError
 from data.build import prepare
 from data.dataset import Dataset
-from data.order import permute, window_starts
-from data.shards import ShardWriter, Split
+from data.shards import ShardWriter, Split, permute, window_starts
 
 
 def split_of(folder, tokens, shard_tokens=100, vocab_size=50_000, name="train") -> Split:
-    with ShardWriter(folder, name, vocab_size, shard_tokens) as writer:
-        writer.write(np.asarray(tokens))
+    writer = ShardWriter(folder, name, vocab_size, shard_tokens)
+    writer.write(np.asarray(tokens))
+    writer.finish()
     return Split(name, [folder / shard["file"] for shard in writer.shards], vocab_size)
+
+
+def windows_per_epoch(split: Split, block_size: int) -> int:
+    return max(1, (split.n_tokens - 1) // block_size - 1)
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +57,18 @@ def test_a_shard_is_llm_c_s_byte_for_byte(tmp_path, vocab_size, magic, version, 
 
 
 def test_shards_fill_up_in_turn(tmp_path):
-    with ShardWriter(tmp_path, "val", 256, shard_tokens=4) as writer:
-        for ids in ([1, 2, 3], [], [4, 5, 6, 7, 8, 9, 10], [11]):
-            writer.write(np.array(ids, dtype=np.int64))
-        assert [s["file"] for s in writer.shards] == ["val_000000.bin", "val_000001.bin"]
-        assert (tmp_path / ".tmp-val_000002.bin").exists()  # not complete, so not there
+    writer = ShardWriter(tmp_path, "val", 256, shard_tokens=4)
+    for ids in ([1, 2, 3], [], [4, 5, 6, 7, 8, 9, 10], [11]):
+        writer.write(np.array(ids, dtype=np.int64))
+    assert [s["file"] for s in writer.shards] == ["val_000000.bin", "val_000001.bin"]
+    with pytest.raises(DataError, match=r"val_000002\.bin is no token shard"):  # not complete
+        Split("val", [tmp_path / "val_000002.bin"], 256)
+    writer.finish()
     assert [s["tokens"] for s in writer.shards] == [4, 4, 3]
     for shard in writer.shards:
         raw = (tmp_path / shard["file"]).read_bytes()
         assert hashlib.sha256(raw).hexdigest() == shard["sha256"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [s["file"] for s in writer.shards]
-
-
-def test_an_error_leaves_no_unfinished_shard(tmp_path):
-    with pytest.raises(ZeroDivisionError), ShardWriter(tmp_path, "val", 256) as writer:
-        writer.write(np.array([1, 2]))
-        writer.write(np.array([1 / 0]))
-    assert list(tmp_path.iterdir()) == []
 
 
 @settings(max_examples=50, deadline=None)
@@ -80,17 +79,12 @@ def test_reading_crosses_shards(counting, start, n):
 
 
 def test_reading_past_the_end_is_an_error(counting):
-    for start, n in ((49, 2), (-1, 1), (51, 0), (3, -1)):
+    for start, n in ((49, 2), (50, 1), (51, 1)):
         with pytest.raises(IndexError):
             counting(50).read(start, n)
 
 
 # ----------------------------------------------------------------------------------- broken shards
-
-
-def test_no_shards_at_all(tmp_path):
-    with pytest.raises(DataError, match="val split has no shards"):
-        Split("val", [], 256)
 
 
 @pytest.mark.parametrize("damage, message", (
@@ -99,12 +93,12 @@ def test_no_shards_at_all(tmp_path):
     (lambda raw: raw[:500], "torn"),
     (lambda raw: raw[1024:], "no token shard.*nanoGPT"),  # tokens without a header
     (lambda raw: b"", "no token shard"),
-    (lambda raw: raw[:4] + b"\7" + raw[5:], r"no token shard: .* 20240520, 7"),
+    (lambda raw: raw[:4] + b"\7" + raw[5:], "no token shard: .* 20240520, 7"),
     (lambda raw: raw[:8] + struct.pack("<i", -1) + raw[12:1022], "torn: its -1 tokens"),
     (lambda raw: raw[:8] + struct.pack("<i", 2**31 - 1) + raw[12:], "torn"),
 ), ids=str)
 def test_a_damaged_shard_is_named(tmp_path, damage, message):
-    split_of(tmp_path, range(15), shard_tokens=5).close()
+    split_of(tmp_path, range(15), shard_tokens=5)
     path = tmp_path / "train_000001.bin"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=rf"train_000001\.bin is {message}"):
@@ -116,11 +110,11 @@ def test_a_missing_shard_is_named(tmp_path):
         Split("train", [tmp_path / "train_000007.bin"], 256)
 
 
-def test_shards_of_two_kinds_do_not_mix(tmp_path):
-    split_of(tmp_path, range(5), name="a").close()
-    split_of(tmp_path, range(5), name="b", vocab_size=70_000).close()
-    with pytest.raises(DataError, match="mixes uint16 and uint32"):
-        Split("train", sorted(tmp_path.iterdir()), 256)
+def test_shards_of_two_kinds_are_one_array(tmp_path):
+    split_of(tmp_path, range(5), name="a")
+    split_of(tmp_path, range(5, 9), name="b", vocab_size=70_000)
+    split = Split("train", sorted(tmp_path.iterdir()), 256)
+    assert split.read(0, 9).tolist() == list(range(9))
 
 
 @pytest.mark.parametrize("position", (0, 99_999, 100_000, 199_999, 200_000))
@@ -138,7 +132,7 @@ def test_an_id_that_the_sample_missed_is_named_when_read(tmp_path):
     tokens[4097] = 120  # between the first two chunks that opening looks at
     split = split_of(tmp_path, tokens, shard_tokens=10**6, vocab_size=65)
     with pytest.raises(DataError, match="token 4097 has id 120"):
-        for first in range(0, split.windows_per_epoch(64), 100):
+        for first in range(0, windows_per_epoch(split, 64), 100):
             split.rows(first, 100, 64, seed=1)
     with pytest.raises(DataError, match="token 4097 has id 120"):
         split.window(0, 100, 64)
@@ -189,9 +183,9 @@ def test_neighbours_do_not_stay_together():
 
 def test_the_order_never_changes():
     """A resumed run depends on it: these numbers were written down in the first version."""
-    assert window_starts(0, 12, windows=5, block_size=10, slack=12, seed=1337) == [
+    assert window_starts(0, 12, n_tokens=63, block_size=10, seed=1337) == [
         52, 22, 32, 42, 12, 7, 17, 47, 27, 37, 29, 39]
-    assert window_starts(10**12, 3, windows=10**6, block_size=64, slack=70, seed=0) == [
+    assert window_starts(10**12, 3, n_tokens=64 * 10**6 + 71, block_size=64, seed=0) == [
         19443826, 51714354, 57372722]
 
 
@@ -216,7 +210,7 @@ def test_a_row_depends_on_seed_and_index_only(counting, n_tokens, block_size, se
        epoch=st.integers(0, 50))
 def test_an_epoch_repeats_no_target(counting, n_tokens, block_size, seed, epoch):
     split, block_size = counting(n_tokens), min(block_size, n_tokens - 1)
-    windows = split.windows_per_epoch(block_size)
+    windows = windows_per_epoch(split, block_size)
     rows = split.rows(epoch * windows, windows, block_size, seed)
     targets = rows[:, 1:].ravel()
     assert len(set(targets.tolist())) == len(targets) == windows * block_size
@@ -229,7 +223,7 @@ def test_an_epoch_repeats_no_target(counting, n_tokens, block_size, seed, epoch)
 def test_every_token_gets_its_turn(counting, n_tokens, block_size, seed):
     split, block_size = counting(n_tokens), min(block_size, n_tokens - 1)
     epochs = 400  # of 16 offsets at most: one is missed with probability 16 * (15/16)**400
-    rows = split.rows(0, epochs * split.windows_per_epoch(block_size), block_size, seed)
+    rows = split.rows(0, epochs * windows_per_epoch(split, block_size), block_size, seed)
     assert set(rows.ravel().tolist()) == set(range(n_tokens))
     assert set(rows[:, 1:].ravel().tolist()) == set(range(1, n_tokens))
 
@@ -240,7 +234,7 @@ def test_reading_much_does_not_swell_memory(tmp_path):
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    split_of(tmp_path, [0]).close()
+    split_of(tmp_path, [0])
     with open(tmp_path / "train_000000.bin", "r+b") as file:  # 200 MB of zeros, on disk a few kB
         file.seek(8)
         file.write(struct.pack("<i", 10**8))
@@ -248,14 +242,14 @@ def test_reading_much_does_not_swell_memory(tmp_path):
     split = Split("train", [tmp_path / "train_000000.bin"], 256)
     split.rows(0, 100, 1024, seed=1)
     before = resident()
-    for first in range(0, split.windows_per_epoch(1024), 100):
+    for first in range(0, windows_per_epoch(split, 1024), 100):
         split.rows(first, 100, 1024, seed=1)
     assert resident() - before < 20e6
 
 
 def test_epochs_and_seeds_differ(counting):
     split = counting(60)
-    windows = split.windows_per_epoch(2)
+    windows = windows_per_epoch(split, 2)
     orders = [split.rows(e * windows, windows, 2, seed)[:, 0].tolist() for seed in (1, 2, 1338)
               for e in (0, 1)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
@@ -318,17 +312,13 @@ def test_a_foreign_tokenizer_is_refused(prepared, tmp_path):
 
 
 def test_a_foreign_shard_is_refused(prepared):
-    with ShardWriter(prepared, "train", 270) as writer:
-        writer.write(np.array([1, 2, 3]))
-    dataset = Dataset(prepared)
-    assert dataset.val.n_tokens > 0
+    split_of(prepared, [1, 2, 3], vocab_size=270)
     with pytest.raises(DataError, match=r"train shards hold 3 tokens, but dataset\.json says"):
-        _ = dataset.train
+        Dataset(prepared)
 
 
 @pytest.mark.parametrize("change", (
-    {"format": 2}, {"splits": {}}, {"splits": None}, {"tokenizer_hash": None},
-    {"splits": {"train": {"shards": [{}]}, "val": {"shards": []}}}), ids=str)
+    {"format": 2}, {"format": None}, {"tokenizer_hash": None}), ids=str)
 def test_a_broken_description_is_refused(prepared, change):
     meta = json.loads((prepared / "dataset.json").read_text(encoding="utf-8")) | change
     (prepared / "dataset.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -339,7 +329,7 @@ def test_a_broken_description_is_refused(prepared, change):
 def test_a_missing_tokenizer_or_shard_is_named(prepared):
     (prepared / "val_000000.bin").unlink()
     with pytest.raises(DataError, match=r"val_000000\.bin is missing"):
-        _ = Dataset(prepared).val
+        Dataset(prepared)
     (prepared / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json is missing"):
         Dataset(prepared)
@@ -347,17 +337,16 @@ def test_a_missing_tokenizer_or_shard_is_named(prepared):
 
 def test_published_shards_work_as_they_are(tmp_path, gpt2_offline):
     for name in ("fineweb_train_000001", "fineweb_train_000002", "fineweb_val_000000"):
-        split_of(tmp_path, [50256, 31373, 995], name=name, vocab_size=50257).close()
+        split_of(tmp_path, [50256, 31373, 995], name=name, vocab_size=50257)
         (tmp_path / f"{name}_000000.bin").rename(tmp_path / f"{name}.bin")
     dataset = Dataset(tmp_path)
     assert (dataset.train.n_tokens, dataset.val.n_tokens, dataset.separator) == (6, 3, 50256)
     assert dataset.tokenizer.decode(dataset.val.read(1, 2)) == "hello world"
-    assert dataset.hash != Dataset(tmp_path, "byte").hash
     (tmp_path / "fineweb_train_000002.bin").rename(tmp_path / "train_evaluation.bin")
     assert Dataset(tmp_path).train.n_tokens == 6 and Dataset(tmp_path).val.n_tokens == 3
     with pytest.raises(DataError, match="has id 50256"):
-        _ = Dataset(tmp_path, "byte").train
-    with pytest.raises(DataError, match="name theirs"):
+        Dataset(tmp_path, "byte")
+    with pytest.raises(DataError, match="has id 50256"):
         Dataset(tmp_path, "bpe:2048")
     (tmp_path / "fineweb_val_000000.bin").unlink()
     with pytest.raises(DataError, match="nor val shards"):

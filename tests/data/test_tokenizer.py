@@ -13,14 +13,8 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, bpe
-from data.tokenizer import (
-    CharTokenizer,
-    canonical_hash,
-    from_json,
-    make_tokenizer,
-    read_json,
-)
+from data import DataError, canonical_hash, read_json, tokenizer
+from data.tokenizer import GPT2_PATTERN, BPETokenizer, CharTokenizer, from_json, make_tokenizer
 
 CLONE = Path(__file__).parents[2]
 LESSON = ["the cat sat on the mat, the cat's hat\n", "😀 ça va, 你好 你好 <|endoftext|>\r\n\0"] * 4
@@ -79,15 +73,8 @@ def test_a_batch_gives_what_each_text_gives_alone(tokenizers, spec):
 
 @pytest.mark.parametrize("spec", EVERY_KIND)
 def test_a_lone_surrogate_is_refused_with_its_position(tokenizers, spec):
-    for encode in (tokenizers[spec].encode, lambda text: tokenizers[spec].encode_batch([text])):
-        with pytest.raises(DataError, match=r"ud83d.* position 3"):
-            encode("the\ud83d cat")
-
-
-@pytest.mark.parametrize("spec", ("char", "bpe:300"))
-def test_a_lone_surrogate_is_refused_in_the_lesson(spec):
-    with pytest.raises(DataError, match="surrogate"):
-        make_tokenizer(spec, ["cat", "the\ud83d"])
+    with pytest.raises(DataError, match=r"ud83d.* position 3"):
+        tokenizers[spec].encode("the\ud83d cat")
 
 
 def test_half_a_character_becomes_a_replacement_character(tokenizers):
@@ -167,10 +154,12 @@ def test_bpe_refuses_senseless_sizes(size):
         make_tokenizer(f"bpe:{size}", LESSON)
 
 
-def test_bpe_learns_from_pieces_of_a_long_text():
+def test_bpe_learns_from_pieces_of_a_long_text(monkeypatch):
     text = "".join(LESSON)
-    assert list(bpe._pieces([text, "", "cat"], length=50))[-1] == "cat"
-    assert "".join(bpe._pieces([text], length=50)) == text
+    pieces = [text[i:i + 50] for i in range(0, len(text), 50)]
+    expected = make_tokenizer("bpe:300", [*pieces, "cat"]).hash
+    monkeypatch.setattr(tokenizer, "LESSON", 50)
+    assert make_tokenizer("bpe:300", [text, "", "cat"]).hash == expected
 
 
 def test_bpe_merges_the_lowest_rank_first():
@@ -198,7 +187,7 @@ def test_bpe_is_the_same_in_every_process():
 
 def test_an_unused_id_is_no_bytes():
     tokens = [bytes([b]) for b in range(256)] + [None, b"th", None]
-    tokenizer = bpe.BPETokenizer("gap", bpe.GPT2_PATTERN, tokens, {"<|endoftext|>": 258})
+    tokenizer = BPETokenizer("gap", GPT2_PATTERN, tokens, {"<|endoftext|>": 258})
     assert tokenizer.encode("th") == [257]
     assert tokenizer.decode([257, 256, 258]) == "th<|endoftext|>"
     assert from_json(tokenizer.to_json()).to_json() == tokenizer.to_json()
@@ -210,7 +199,8 @@ def test_an_unused_id_is_no_bytes():
 @pytest.mark.parametrize("spec, near", (
     ("gpt3", "gpt2"), ("chars", "char"), ("bpe2048", "bpe:2048")))
 def test_an_unknown_name_lists_what_there_is(spec, near):
-    with pytest.raises(DataError, match=rf"{spec} is unknown.*{near}.*byte, char, bpe:N.*gpt2"):
+    message = rf"{spec} is none of byte, char, bpe:N.*gpt2.*did you mean {near}\?"
+    with pytest.raises(DataError, match=message):
         make_tokenizer(spec)
 
 
@@ -252,7 +242,7 @@ def test_tampered_json_is_refused(tokenizers, spec):
                     is not None else 7}, good | {key: [good[key]]}):
             with pytest.raises(DataError):
                 from_json(bad)
-            if key != "hash":
+            if key not in ("hash", "spec"):
                 with pytest.raises(DataError):
                     from_json(reforged(bad))
 
@@ -266,9 +256,8 @@ def test_a_swapped_pair_of_ids_is_refused(tokenizers):
 
 
 @pytest.mark.parametrize("changes", (
-    {"format": 2}, {"kind": "pickle"}, {"vocab_size": 10**12}, {"eot": 5}, {"spec": ["bpe"]},
-    {"pattern": "(("}, {"pattern": 7}, {"tokens": []}, {"tokens": ["%%%"]}, {"extra": 1}),
-    ids=str)
+    {"format": 2}, {"kind": "pickle"}, {"vocab_size": 10**12}, {"eot": 5}, {"pattern": "(("},
+    {"pattern": 7}, {"tokens": []}, {"tokens": ["%%%"]}, {"extra": 1}), ids=str)
 def test_forged_json_is_refused_though_its_hash_fits(tokenizers, changes):
     good = tokenizers["bpe:300"].to_json()
     assert from_json(reforged(good)).hash == tokenizers["bpe:300"].hash
@@ -276,29 +265,9 @@ def test_forged_json_is_refused_though_its_hash_fits(tokenizers, changes):
         from_json(reforged(good, **changes))
 
 
-@pytest.mark.parametrize("id", (3, -1, 10**9, "y", 260.5, "eot"))
-def test_a_forged_special_id_is_refused(tokenizers, id):
-    good = tokenizers["bpe:300"].to_json()
-    special = good["special"] | {"x": good["eot"] if id == "eot" else id}
-    with pytest.raises(DataError, match="broken tokenizer JSON"):
-        from_json(reforged(good, special=special))
-
-
 def test_another_format_is_named(tokenizers):
     with pytest.raises(DataError, match="format is 2, expected 1"):
         from_json(tokenizers["byte"].to_json() | {"format": 2})
-
-
-@pytest.mark.parametrize("edit, reason", (
-    (lambda tokens: tokens[1:], "256 bytes have no id"),
-    (lambda tokens: [*tokens[:-1], tokens[260], None], "same bytes")), ids=("gap", "twice"))
-def test_forged_tokens_are_refused(tokenizers, edit, reason):
-    good = tokenizers["bpe:300"].to_json()
-    tokens = edit(good["tokens"])
-    eot = len(tokens) - 1
-    with pytest.raises(DataError, match=reason):
-        from_json(reforged(good, tokens=tokens, vocab_size=len(tokens), eot=eot,
-                           special={"<|endoftext|>": eot}))
 
 
 @pytest.mark.parametrize("content", (b"", b"\xff", b"[1]", b"{", b"[" * 100_000), ids=len)

@@ -274,6 +274,24 @@ def test_a_killed_save_leaves_a_complete_checkpoint(run, save, target, name, at,
     assert not hidden(run)
 
 
+def test_what_becomes_visible_is_on_the_disk_before(run, save, monkeypatch):
+    """Every rename finds the contents and the names of what it renames synced."""
+    synced, renamed, replace = set(), [], os.replace
+
+    def check(aside, final) -> None:
+        parts = [Path(aside), *Path(aside).rglob("*")]
+        assert {p.stat().st_ino for p in parts} <= synced, final
+        renamed.append(Path(final).name)
+        replace(aside, final)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+    monkeypatch.setattr(os, "replace", check)
+    save(run, 1, is_best=True)
+    assert renamed == ["model.json", "tokenizer.json", "state.json", "step_000001", "best.json",
+                       "latest.json"]
+    assert (run / "ckpt").stat().st_ino in synced  # and the new name itself
+
+
 def test_a_failing_disk_leaves_the_former_and_says_so(run, save, monkeypatch):
     before = save(run, 1, is_best=True)
 
@@ -318,6 +336,20 @@ def test_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(TypeError):
         checkpoint.write_json(path, {"a": object()})
     assert checkpoint.read_json(path)["a"] == 1
+
+
+def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
+    """As out/latest.json, when two runs start at once."""
+    path, pids, real = tmp_path / "x.json", iter([1, 2]), checkpoint.sync
+    monkeypatch.setattr(os, "getpid", lambda: next(pids))
+
+    def meanwhile(aside: Path) -> None:
+        monkeypatch.setattr(checkpoint, "sync", real)
+        checkpoint.write_json(path, {"by": 2, "longer": "x" * 99})
+
+    monkeypatch.setattr(checkpoint, "sync", meanwhile)
+    checkpoint.write_json(path, {"by": 1})
+    assert checkpoint.read_json(path)["by"] == 1 and list(tmp_path.iterdir()) == [path]
 
 
 # ----------------------------------------------------------------------------- keeping, pointing

@@ -2,6 +2,8 @@
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -210,6 +212,18 @@ def test_compile_off_never_asks_the_compiler(tiny, monkeypatch):
     fake_compile(monkeypatch, AssertionError("asked"), at_once=True)
     for wanted in (False, "auto"):  # auto: not on a CPU
         assert compiling(tiny(), wanted) == "off"
+
+
+def test_auto_compiles_on_a_card_only(monkeypatch):
+    """No card is needed: the model only says that it is on one."""
+    loss = SimpleNamespace(backward=lambda: None)
+    for device, said in ((CUDA, "on"), (MPS, "off"), (CPU, "off")):
+        model = MagicMock(return_value=(loss, 1))
+        model.wte.weight.device, model.config.block_size = device, 8
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros", lambda *a, **k: None)
+            assert compiling(model, "auto") == said
+        assert model.compile.called == (said == "on")
 
 
 def test_a_fault_of_the_model_is_not_blamed_on_the_compiler(tiny, monkeypatch):

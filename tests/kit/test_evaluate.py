@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kit.evaluate import eval_batches, evaluate, spell_loss
 
-LENGTHS = np.array([1, 2, 3, 1, 1, 4, 1, 1, 1, 2, 0])  # bytes of the 11 tokens; 10 separates
+LENGTHS = np.array([1, 2, 3, 1, 1, 4, 1, 1, 1, 2, 13])  # bytes of the 11 tokens; 10 separates
 
 
 def some_batches(n: int = 3, masked: bool = True, seed: int = 0) -> list:
@@ -113,6 +113,13 @@ def test_the_model_is_left_as_it_was_and_dropout_is_off(tiny, training):
     assert (np.random.get_state()[1] == state[1]).all()
     for name, p in model.named_parameters():
         assert torch.equal(p, weights[name]) and p.grad is None
+
+
+def test_no_graph_is_built(tiny):
+    seen = []
+    evaluate(tiny(), some_batches(), LENGTHS, 10,
+             lambda: seen.append(torch.is_grad_enabled()) or nullcontext())
+    assert seen == [False] * 3 and torch.is_grad_enabled()
 
 
 def test_it_stops_when_told_and_restores_the_mode(tiny):

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,7 +210,9 @@ def test_a_wandb_that_is_missing_is_one_warning(monkeypatch):
 def test_a_curve_is_drawn_whatever_there_is(tmp_path, lines):
     path = tmp_path / "loss.png"
     path.write_bytes(b"the old one")
-    draw_loss(lines, path, "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of a legend without entries
+        draw_loss(lines, path, "run")
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n") and data.endswith(b"IEND\xaeB`\x82")
     assert [p.name for p in tmp_path.glob("*loss*")] == ["loss.png"]

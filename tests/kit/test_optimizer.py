@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.optimizer import (
+    Muon,
     build_optimizers,
     load_optimizer_tensors,
     lr_factor,
@@ -68,12 +69,12 @@ def test_optimizers_cover_each_parameter_once_and_decay_only_matrices(tiny, chan
     for group in groups:
         for p in group["params"]:
             assert group["weight_decay"] == (0.3 if p.ndim >= 2 else 0.0)
-    muon = {p for o in optimizers if type(o) is torch.optim.Muon
+    muon = {p for o in optimizers if type(o) is Muon
             for g in o.param_groups for p in g["params"]}
     hidden = set(split_parameters(model)["hidden"])
     assert muon == (hidden if optimizer == "muon" else set())
     assert [type(o) for o in optimizers] == (
-        [torch.optim.AdamW, torch.optim.Muon] if optimizer == "muon" else [torch.optim.AdamW])
+        [torch.optim.AdamW, Muon] if optimizer == "muon" else [torch.optim.AdamW])
 
 
 def test_vectors_do_not_shrink_and_matrices_do(tiny):
@@ -218,3 +219,32 @@ def test_state_of_a_foreign_parameter_is_no_silent_loss(tiny):
     with pytest.raises(KeyError, match="h.7"):
         load_optimizer_tensors(build_optimizers(model, small()), model,
                                {"h.7.ln_1.weight.exp_avg": torch.zeros(16)})
+
+
+def test_muon_is_the_librarys_within_its_rounding():
+    """Ten steps on the matrices of a block, wide, square and tall: the same weights in bf16."""
+    torch.manual_seed(0)
+    shapes = [(96, 32), (32, 32), (128, 32), (32, 128)] * 2
+    start = [torch.randn(s) for s in shapes]
+    results = []
+    for kind in (Muon, torch.optim.Muon):
+        params = [torch.nn.Parameter(p.clone()) for p in start]
+        optimizer = kind(params, lr=0.02, weight_decay=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(10):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            assert optimizer.step(lambda: 3.0) == 3.0
+        results.append((params, [optimizer.state[p]["momentum_buffer"] for p in params]))
+    moved = [(p - s).norm() for p, s in zip(results[0][0], start, strict=True)]
+    for ours, theirs, distance in zip(results[0][0], results[1][0], moved, strict=True):
+        assert (ours - theirs).norm() < 0.01 * distance
+    for ours, theirs in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_muon_leaves_parameters_without_gradient_alone():
+    a, b = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    a.grad = torch.eye(4)
+    Muon([a, b], lr=0.1, weight_decay=0.1).step()
+    assert torch.equal(b, torch.ones(4, 4)) and not torch.equal(a, torch.ones(4, 4))

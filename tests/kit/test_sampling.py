@@ -76,12 +76,12 @@ def test_filters_by_hand():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-38, 1e-45, 1e-46, 5e-324])
 def test_cold_is_greedy(temperature):
-    logits = torch.tensor([[1.0, 3.0, 2.0], [1e38, -1e38, 1e37], [0.0, 0.0, 1e-6],
-                           [-1e-3, -2e-3, -5.0]])
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-1e38, 1e37, 1e38], [0.0, 0.0, 1e-6],
+                           [-2e-3, -1e-3, -5.0]])
     for top_k, top_p in ((None, 1.0), (2, 0.9), (3, 0.1)):
         choose = Sampler(4, temperature, top_k, top_p)
         for _ in range(5):
-            assert choose(logits).tolist() == [1, 0, 2, 0]
+            assert choose(logits).tolist() == [1, 2, 2, 1]
 
 
 @pytest.mark.parametrize("temperature", [1e6, 1e38, 1e39, 1.7e308])

@@ -263,9 +263,11 @@ def test_odd_texts_survive_as_a_flag(value):
         assert load(Small, ["--text", value]).settings.text == value
 
 
-def test_numbers_of_a_flag_read_like_pythons():
+def test_numbers_read_like_pythons(config):
     assert load(Small, ["--whole=1_000"]).settings.whole == 1000
     assert load(Small, ["--number=3"]).settings.number == 3.0
+    for argv in (["--number=3"], [config("number = 3")]):  # a whole number is a number, too
+        assert type(load(Small, argv).settings.number) is float
     assert load(Small, ["--number=1e-3"]).settings.number == 1e-3
     assert math.isnan(load(Small, ["--number=nan"]).settings.number)  # a range is check()'s matter
 
@@ -538,9 +540,14 @@ def test_run_passes_exit_codes_and_arguments_on(monkeypatch, capsys):
 
 @pytest.mark.parametrize("flag", ["--debug", "--debug=True"])
 def test_debug_shows_the_traceback(flag, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tool.py", "--a=1", flag])
-    with pytest.raises(UserError, match="wrong"):
-        run(raising(UserError("wrong")), ())
+    monkeypatch.setattr(sys, "argv", ["tool.py", "--whole=1", flag])
+
+    def main(argv: list[str]) -> int:
+        raise UserError(f"wrong, {argv}")
+
+    with pytest.raises(UserError, match="wrong.*--whole=1") as error:
+        run(main, ())
+    assert "'--debug'" not in str(error.value)  # which is no `--name=value`
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path):

@@ -77,11 +77,10 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.dropout, self.logn = config.n_head, config.dropout, config.attn_logn
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        default_base = config.block_size if self.logn == "clipped" else 512
-        self.log_base = math.log(max(config.logn_base or default_base, 2))
+        base = config.logn_base or (512 if self.logn == "fixed" else max(config.block_size, 2))
+        self.log_base = math.log(base)
         if self.logn == "learned":
-            start = 1 / math.log(max(config.block_size, 2))
-            self.logn_scale = nn.Parameter(torch.full((config.n_head,), start))
+            self.logn_scale = nn.Parameter(torch.full((config.n_head,), 1 / self.log_base))
 
     def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None, store: Store) -> Tensor:
         B, T, C = x.shape
@@ -107,8 +106,7 @@ class CausalSelfAttention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Scaled dot-product attention of q (B, H, T, D) over k, v (B, H, S, D) -> (B, H, T, D).
 
-    mask: True where a query may see a key. Without one, T queries stand for the positions
-    0..T-1, and a single query sees all keys.
+    mask: True where a query may see a key; without one a single query sees all, T queries 0..T-1.
     """
     causal = mask is None and q.size(2) > 1
     if q.device.type != "cpu":

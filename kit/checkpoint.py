@@ -46,7 +46,7 @@ def to_text(value: dict[str, Any]) -> str:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write JSON aside, sync it and rename it: a reader sees the old file or the new one."""
-    aside = path.with_name(f".tmp-{path.name}")
+    aside = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     aside.write_text(to_text(value), encoding="utf-8")
     sync(aside)
     os.replace(aside, path)

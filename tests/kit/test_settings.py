@@ -550,6 +550,7 @@ def test_debug_shows_the_traceback(flag, monkeypatch):
     assert "'--debug'" not in str(error.value)  # which is no `--name=value`
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(tmp_path):
     code = ("import sys; sys.path.insert(0, sys.argv.pop(1)); from kit.settings import run\n"
             "run(lambda argv: print('x\\n' * 100000), ())")

@@ -5,12 +5,13 @@ tokenizer.json and state.json (where training stood, and the SHA-256 of the othe
 ckpt/best.json and ckpt/latest.json name one of the folders. What is unfinished begins with `.tmp-`.
 """
 
-import dataclasses
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kit.settings import UserError
+from kit.settings import Say, UserError
 from model import GPT, GPTConfig
 
 FORMAT = 1
@@ -26,12 +27,9 @@ FILES = ("model.safetensors", "optimizer.safetensors", "model.json", "tokenizer.
 WEIGHTS = ("model.safetensors", "model.json", "tokenizer.json")  # all that sampling needs
 
 
-# ------------------------------------------------------------------------- files that stay whole
-
-
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk (a folder only where the system can)."""
-    if path.is_dir() and os.name == "nt":
+    """Force a file, or the names in a folder, to the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows opens no folders
         return
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -58,9 +56,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: damaged, not JSON") from None
+        value = None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise UserError(f"{path}: not a file of this version of bonsaiGPT (format {FORMAT})")
+        raise UserError(f"{path}: damaged, or not of this version of bonsaiGPT (format {FORMAT})")
     return value
 
 
@@ -72,35 +70,30 @@ def digest(path: Path) -> str:
     return sha.hexdigest()
 
 
-def seal(state: dict[str, Any]) -> str:
-    """The hash of a state without its own seal."""
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with its own hash at its end."""
     rest = {k: v for k, v in state.items() if k not in ("seal", "format")}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-# --------------------------------------------------------------------------------------- writing
+    return rest | {"seal": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def save(run: Path, model: GPT, optimizer_tensors: dict[str, torch.Tensor], tokenizer: dict,
          state: dict[str, Any], keep: int, is_best: bool) -> Path:
     """Write ckpt/step_N of a run, N = state["step"]; all but the newest `keep` and the best go."""
     folder = run / "ckpt"
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step_{state['step']:06d}"
     aside = folder / f".tmp-{final.name}"
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    tensors = {name: t.detach().cpu().contiguous() for name, t in optimizer_tensors.items()}
-    save_file(tensors, aside / "optimizer.safetensors")
-    write_json(aside / "model.json", dataclasses.asdict(model.config))
-    write_json(aside / "tokenizer.json", tokenizer)
-    state = {**state, "files": {name: digest(aside / name) for name in FILES}}
-    write_json(aside / "state.json", {**state, "seal": seal(state)})
-    for name in FILES:
+    aside.mkdir(parents=True)
+    tensors = {"model.safetensors": dict(model.named_parameters()),
+               "optimizer.safetensors": optimizer_tensors}
+    for name, named in tensors.items():
+        save_file({n: t.detach().cpu().contiguous() for n, t in named.items()}, aside / name,
+                  metadata={"format": "pt"})
         sync(aside / name)
-    sync(aside)
+    write_json(aside / "model.json", asdict(model.config))
+    write_json(aside / "tokenizer.json", tokenizer)
+    files = {name: digest(aside / name) for name in FILES}
+    write_json(aside / "state.json", sealed({**state, "files": files}))
     before = hide(final)  # a damaged one, or the run goes over the same step again
     os.replace(aside, final)
     sync(folder)
@@ -110,10 +103,9 @@ def save(run: Path, model: GPT, optimizer_tensors: dict[str, torch.Tensor], toke
         write_json(folder / "best.json", {"name": best})
     write_json(folder / "latest.json", {"name": final.name})
     so_far = [p for p in newest_first(run) if step_of(p) <= state["step"]]  # later ones are damaged
-    spare = {p.name for p in so_far[:keep]} | {pointed(run, "best")}
     for old in newest_first(run):
-        if old.name not in spare:
-            remove(old)
+        if old not in so_far[:keep] and old.name != pointed(run, "best"):
+            shutil.rmtree(hide(old))
     return final
 
 
@@ -126,27 +118,17 @@ def hide(folder: Path) -> Path:
     return hidden
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint."""
-    shutil.rmtree(hide(folder))
-
-
 def tidy(run: Path) -> None:
     """Clear away what a killed process left; what it was about to replace comes back."""
     for stale in (run / "ckpt").glob(".tmp-*"):
         back = stale.with_name(stale.name.removeprefix(".tmp-old-"))
-        try:
-            if back != stale and not back.exists() and check(stale):
+        with contextlib.suppress(UserError):  # not whole: it was being deleted
+            if not back.exists() and check(stale):
                 stale.rename(back)
-        except UserError:  # it was being deleted
-            pass
         if stale.is_dir():
             shutil.rmtree(stale)
         else:
             stale.unlink(missing_ok=True)
-
-
-# --------------------------------------------------------------------------------------- reading
 
 
 def newest_first(run: Path) -> list[Path]:
@@ -166,27 +148,25 @@ def pointed(run: Path, which: str) -> str | None:
         name = read_json(run / "ckpt" / f"{which}.json").get("name")
     except (UserError, OSError):
         return None
-    return name if isinstance(name, str) and (run / "ckpt" / name) in newest_first(run) else None
+    return name if name in [p.name for p in newest_first(run)] else None
 
 
 def check(folder: Path, names: tuple[str, ...] = FILES) -> dict[str, Any]:
     """Verify a checkpoint against its state.json; returns the state. UserError if damaged."""
+    file = folder / "state.json"
     try:
-        state = read_json(folder / "state.json")
-        text = (folder / "state.json").read_text(encoding="utf-8")
-        if seal(state) != state.get("seal") or to_text(state) != text:
-            raise UserError(f"{folder / 'state.json'}: damaged, its hash does not fit")
+        state = read_json(file)
+        if to_text(sealed(state)) != file.read_text(encoding="utf-8"):
+            raise UserError(f"{file}: damaged, its hash does not fit")
         for name in names:
             if digest(folder / name) != state["files"][name]:
-                size = (folder / name).stat().st_size
-                raise UserError(f"{folder / name}: damaged ({size:,} bytes), its hash does not fit")
-    except (FileNotFoundError, NotADirectoryError, KeyError) as e:
-        missing = getattr(e, "filename", None) or f"{folder}, entry {e}"
-        raise UserError(f"{missing}: missing, this is not a complete checkpoint") from None
+                raise UserError(f"{folder / name}: damaged, its hash does not fit")
+    except (FileNotFoundError, NotADirectoryError) as e:
+        raise UserError(f"{e.filename}: missing, this is not a complete checkpoint") from None
     return state
 
 
-def newest_complete(run: Path, warn) -> tuple[Path, dict[str, Any]] | None:
+def newest_complete(run: Path, warn: Say) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that passes `check`, and its state; `warn` names each damaged one."""
     for folder in newest_first(run):
         try:
@@ -201,30 +181,27 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except SafetensorError as e:
-        raise UserError(f"{path}: damaged ({path.stat().st_size:,} bytes): {e}") from None
+        raise UserError(f"{path}: damaged: {e}") from None
 
 
 def load_config(folder: Path) -> GPTConfig:
     """The architecture of a checkpoint; fields that an older one lacks take their defaults."""
-    values = {k: v for k, v in read_json(folder / "model.json").items() if k != "format"}
-    known = {f.name for f in dataclasses.fields(GPTConfig)}
+    values = read_json(folder / "model.json")
+    del values["format"]
     try:
-        if unknown := values.keys() - known:
-            raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
         return GPTConfig(**values)
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError) as e:  # TypeError: a field that only another version knows
         raise UserError(f"{folder / 'model.json'}: {e}") from None
 
 
 def load_weights(model: GPT, path: Path) -> None:
-    """Copy a model.safetensors into a model of exactly its shape."""
+    """Copy a model.safetensors into a model of exactly its names and shapes."""
     tensors, parameters = load_tensors(path), dict(model.named_parameters())
-    if difference := tensors.keys() ^ parameters.keys():
-        raise UserError(f"{path}: does not fit the model, see {', '.join(sorted(difference)[:3])}")
-    for name, p in parameters.items():
-        if tensors[name].shape != p.shape:
-            raise UserError(f"{path}: {name} is {tuple(tensors[name].shape)}, "
-                            f"the model's is {tuple(p.shape)}")
+    theirs, ours = ({n: tuple(t.shape) for n, t in x.items()} for x in (tensors, parameters))
+    if different := theirs.items() ^ ours.items():
+        name = min(different)[0]
+        raise UserError(f"{path}: does not fit the model: {name} is {theirs.get(name, 'absent')}, "
+                        f"the model's is {ours.get(name, 'absent')}")
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(tensors[name])
@@ -235,5 +212,4 @@ def load_model(folder: Path) -> tuple[GPT, dict[str, Any], dict[str, Any]]:
     state = check(folder, WEIGHTS)
     model = GPT(load_config(folder))
     load_weights(model, folder / "model.safetensors")
-    tokenizer = read_json(folder / "tokenizer.json")
-    return model, tokenizer, state
+    return model, read_json(folder / "tokenizer.json"), state

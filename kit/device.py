@@ -3,6 +3,7 @@
 torch.cuda is never touched unless the device is cuda, so that CPU-only builds of torch work.
 """
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,41 +22,38 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """auto: cuda, then mps, then cpu. Anything else must be there. UserError if it is not."""
-    here = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    """auto: cuda, then mps, then cpu; UserError for a device that is not there."""
+    mps = torch.backends.mps.is_available()
     if wanted == "auto":
-        return torch.device(next((name for name, there in here.items() if there()), "cpu"))
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise UserError(f"device={wanted}: expected auto, cpu, cuda, cuda:N or mps") from None
-    if device.type not in ("cpu", *here):
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d\d?)?", wanted):
         raise UserError(f"device={wanted}: expected auto, cpu, cuda, cuda:N or mps")
-    absent = device.type in here and not here[device.type]()
-    if absent or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
-        raise UserError(f"device={wanted}: this machine or this build of torch has none; "
+    device = torch.device(wanted)
+    no_card = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    if no_card or (wanted == "mps" and not mps):
+        raise UserError(f"device={wanted}: not in this machine or build of torch; "
                         "--device=auto takes what is there")
     return device
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """auto: bf16 where the hardware multiplies it fast, fp16 on older cards, fp32 otherwise."""
+    if wanted == "float16" and device.type == "cpu":
+        raise UserError("dtype=float16 does not train on a CPU; use float32, bfloat16 or auto")
     if wanted != "auto":
-        if wanted == "float16" and device.type == "cpu":
-            raise UserError("dtype=float16 does not train on a CPU; use float32, bfloat16 or auto")
         return DTYPES[wanted]
     if device.type == "cuda":
         modern = torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere and later
         return torch.bfloat16 if modern else torch.float16
-    if device.type == "cpu" and cpu_has_fast_bf16():
-        return torch.bfloat16
-    return torch.float32
+    fast = device.type == "cpu" and cpu_has_fast_bf16()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def cpu_has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices well faster than fp32 ones: a trial of 0.1 s."""
-    return min(matmul_seconds(torch.bfloat16) for _ in range(3)) < 0.7 * min(
-        matmul_seconds(torch.float32) for _ in range(3))
+    bf16, fp32 = (min(matmul_seconds(dtype) for _ in range(3))
+                  for dtype in (torch.bfloat16, torch.float32))
+    return bf16 < 0.7 * fp32
 
 
 def matmul_seconds(dtype: torch.dtype, device: torch.device | str = "cpu", n: int = 512) -> float:
@@ -75,15 +73,13 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     """Matrix products in dtype; no context at all for fp32."""
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype)
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     """For the first line of a run."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else (
-        f"{torch.get_num_threads()} threads" if device.type == "cpu" else "Apple GPU")
+    name = {"cuda": lambda: torch.cuda.get_device_name(device), "mps": lambda: "Apple GPU",
+            "cpu": lambda: f"{torch.get_num_threads()} threads"}[device.type]()
     return f"{device} ({name}), {name_of(dtype)}, torch {torch.__version__}"
 
 
@@ -91,10 +87,11 @@ def compile_model(model: GPT, wanted: bool | str,
                   autocast: Callable[[], AbstractContextManager]) -> str:
     """Compile in place, so that parameters keep their names, and try it; says what was done.
 
-    auto compiles on CUDA only: on the CPUs measured it takes 17-35 s and gains nothing a small run
-    would get back. Where the compiler fails, the run goes on without it, with one line of reason.
+    auto compiles on CUDA only: on a CPU it takes 17-35 s that a small run does not get back.
     """
     device = model.wte.weight.device
+    if wanted is False or (wanted == "auto" and device.type != "cuda"):
+        return "off"
 
     def trial() -> None:
         idx = torch.zeros(1, model.config.block_size, dtype=torch.int64, device=device)
@@ -102,8 +99,6 @@ def compile_model(model: GPT, wanted: bool | str,
             model(idx, idx)[0].backward()
         model.zero_grad(set_to_none=True)
 
-    if wanted is False or (wanted == "auto" and device.type != "cuda"):
-        return "off"
     try:
         model.compile()
         trial()
@@ -111,5 +106,4 @@ def compile_model(model: GPT, wanted: bool | str,
     except Exception as e:  # whatever a compiler may raise; a fault of the model shows again below
         model._compiled_call_impl = None
         trial()
-        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), "it failed")
-        return f"off ({type(e).__name__}: {reason[:120]})"
+        return "off (" + " ".join(f"{type(e).__name__}: {e}".split())[:150] + ")"

@@ -10,20 +10,21 @@ import torch
 
 from model import GPT
 
+Batch = tuple[np.ndarray, np.ndarray]  # x, y: int64 (B, T), y = -1 where there is no target
+
 
 @torch.no_grad()
-def evaluate(model: GPT, batches: Iterable[tuple[np.ndarray, np.ndarray]], byte_lengths: np.ndarray,
-             separator: int | None, autocast: Callable[[], AbstractContextManager],
+def evaluate(model: GPT, batches: Iterable[Batch], byte_lengths: np.ndarray, separator: int | None,
+             autocast: Callable[[], AbstractContextManager],
              stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
     """{"loss": nats per token, "perplexity", "bpb": bits per byte}, or None when stop() said so.
 
-    batches: (x, y) of int64 (B, T), y = -1 where there is no target.
     byte_lengths: (V,) bytes of text behind each token. A separator is no text: its loss counts in
     loss and perplexity, but not in bits per byte, so that tokenizers can be compared.
     """
     device, was_training = model.wte.weight.device, model.training
     lengths = torch.from_numpy(byte_lengths).to(device)
-    text_loss = separator_loss = 0.0  # nats, in double precision
+    total = separators = 0.0  # nats, in double precision
     tokens = n_bytes = 0
     model.eval()
     try:
@@ -31,24 +32,24 @@ def evaluate(model: GPT, batches: Iterable[tuple[np.ndarray, np.ndarray]], byte_
             if stop():
                 return None
             x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+            is_separator = y == (-2 if separator is None else separator)
             with autocast():
                 h = model.hidden(x)
                 loss, n = model.loss(h, y)
-                mark = y == (-2 if separator is None else separator)
-                marks = model.loss(h[mark], y[mark])[0].item() if mark.any() else 0.0
-            text_loss, separator_loss = text_loss + loss.item() - marks, separator_loss + marks
+                if is_separator.any():
+                    separators += model.loss(h[is_separator], y[is_separator])[0].item()
+            total += loss.item()
             tokens += int(n)
-            n_bytes += int(lengths[y[(y >= 0) & ~mark]].sum())
+            n_bytes += int(lengths[y[(y >= 0) & ~is_separator]].sum())
     finally:
         model.train(was_training)
-    mean = (text_loss + separator_loss) / tokens
-    return {"loss": mean, "perplexity": math.exp(min(mean, 700)),
-            "bpb": text_loss / math.log(2) / max(n_bytes, 1)}
+    return {"loss": total / tokens, "perplexity": math.exp(min(total / tokens, 700)),
+            "bpb": (total - separators) / math.log(2) / max(n_bytes, 1)}
 
 
 def eval_batches(split: Any, block_size: int, batch_size: int,
-                 eval_iters: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Fixed windows of a split, (x, y) of (batch_size, block_size): each token a target once.
+                 eval_iters: int = 0) -> Iterator[Batch]:
+    """Fixed windows of a split, (batch_size, block_size), each token a target once.
 
     eval_iters > 0 takes so many batches, spread evenly over the split, instead of all.
     """

@@ -1,21 +1,24 @@
 """What a run tells: log.jsonl, loss.png, wandb, times in words, peak memory."""
 
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import torch
 
 FORMAT = 1
 
 
 class Log:
-    """log.jsonl: one JSON object a line, the first of which carries the format version.
+    """log.jsonl, one JSON object a line, the first with the format version.
 
     A run that goes on is cut back to its checkpoint: `step`, and the last evaluation made by then.
-    A last line that was torn by a crash goes with what is cut.
     """
 
     def __init__(self, path: Path, step: int = 0, last_eval: int = 0):
@@ -43,13 +46,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a log; what a crash tore is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
 class Wandb:
@@ -57,86 +56,78 @@ class Wandb:
 
     def __init__(self, on: bool, project: str, name: str, config: dict[str, Any],
                  warn: Callable[[str], None]):
-        self.warn, self.run = warn, None
-        if on:
-            self.guard(lambda wandb: setattr(
-                self, "run", wandb.init(project=project, name=name, config=config)))
+        self.run, self.warn = None, warn
+        with self.guard():
+            if on:
+                import wandb  # here, because it is slow to import and off by default
 
-    def guard(self, action: Callable[[Any], Any]) -> None:
+                self.run = wandb.init(project=project, name=name, config=config)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
         try:
-            import wandb  # here, because it is slow to import and off by default
-
-            action(wandb)
+            yield
         except Exception as e:  # a logger must not end a run, whatever it raises
             self.run = None
             reason = " ".join(f"{type(e).__name__}: {e}".split())
             self.warn(f"wandb is off from here on, log.jsonl goes on: {reason}")
 
     def log(self, row: dict[str, Any]) -> None:
-        if self.run:
-            self.guard(lambda _: self.run.log(row, step=row["step"]))
+        with self.guard():
+            if self.run:
+                self.run.log(row, step=row["step"])
 
     def finish(self) -> None:
-        if self.run:
-            self.guard(lambda _: self.run.finish())
+        with self.guard():
+            if self.run:
+                self.run.finish()
 
 
 def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """loss.png: the training loss (faint), its running mean, the validation loss."""
     from matplotlib.figure import Figure  # here, because it is slow to import; needs no display
 
-    train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
-    val = [(r["step"], r["val_loss"], r.get("val_bpb")) for r in rows
-           if r.get("val_loss") is not None]
     fig = Figure(figsize=(8, 4.5), layout="constrained")
     ax = fig.subplots()
+    train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     if train:
         steps, losses = zip(*train, strict=True)
         ax.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="training, each update")
         ax.plot(steps, running_mean(losses), color="#2171b5", label="training, running mean")
+    val = [row for row in rows if row.get("val_loss") is not None]
     if val:
-        steps, losses, bpb = zip(*val, strict=True)
-        ax.plot(steps, losses, "o-", color="#d94801", markersize=4, label="validation")
-        best = min(range(len(val)), key=losses.__getitem__)
-        text = f"best {losses[best]:.3f}" + (f" = {bpb[best]:.3f} bits/byte" if bpb[best] else "")
-        ax.annotate(text, (steps[best], losses[best]), xytext=(-4, 22), ha="right",
-                    textcoords="offset points", arrowprops={"arrowstyle": "-", "color": "#777777"})
+        best = min(val, key=lambda row: row["val_loss"])
+        label = f"validation, best {best['val_loss']:.3f}"
+        if best.get("val_bpb"):
+            label += f" = {best['val_bpb']:.3f} bits/byte"
+        ax.plot([row["step"] for row in val], [row["val_loss"] for row in val], "o-",
+                color="#d94801", markersize=4, label=label)
     ax.set(xlabel="update", ylabel="loss (nats per token)")
     ax.set_title(title, parse_math=False)  # a folder may be called $x_{
     ax.grid(alpha=0.3)
-    ax.margins(x=0.02)
     if train or val:
-        ax.legend(loc="upper right")
+        ax.legend()
     aside = path.with_name(".tmp-" + path.name)
     fig.savefig(aside, dpi=120, format="png")
     os.replace(aside, path)
 
 
-def running_mean(values: tuple[float, ...] | list[float], share: float = 0.05) -> list[float]:
-    """Exponential mean over about `share` of the values, corrected for its start."""
-    decay = 1 - 1 / max(1.0, share * len(values))
-    mean, weight, out = 0.0, 0.0, []
-    for v in values:
-        mean, weight = decay * mean + (1 - decay) * v, decay * weight + (1 - decay)
-        out.append(mean / weight)
-    return out
+def running_mean(values: Sequence[float], share: float = 0.05) -> list[float]:
+    """Exponential mean over about `share` of the values."""
+    rate = 1 / max(1.0, share * len(values))
+    return list(accumulate(values, lambda mean, value: mean + rate * (value - mean)))
 
 
 def spell_time(seconds: float) -> str:
     """75 -> '1 min 15 s'"""
-    s = round(seconds)
-    if s < 60:
-        return f"{s} s"
-    if s < 3600:
-        return f"{s // 60} min {s % 60} s"
-    return f"{s // 3600} h {s % 3600 // 60} min"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours} h {m} min" if hours else f"{m} min {s} s" if m else f"{s} s"
 
 
 def peak_memory(device_type: str) -> int:
     """Bytes: the most that this process held, on the GPU if that is where it ran."""
     if device_type == "cuda":
-        import torch
-
         return torch.cuda.max_memory_allocated()
     try:
         import resource

@@ -11,33 +11,28 @@ from torch.optim import Optimizer
 from model import GPT
 
 
-def split_parameters(model: GPT) -> dict[str, list[nn.Parameter]]:
-    """Each parameter in exactly one group: the blocks' matrices, other matrices, and vectors."""
-    groups: dict[str, list[nn.Parameter]] = {"hidden": [], "embeddings": [], "vectors": []}
-    for name, p in model.named_parameters():  # a tied head appears once
-        kind = "vectors" if p.ndim < 2 else "hidden" if name.startswith("h.") else "embeddings"
-        groups[kind].append(p)
-    return groups
+def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:
+    """Each parameter in one of three lists: the blocks' matrices, embeddings, vectors."""
+    named = list(model.named_parameters())  # a tied head appears once
+    hidden = [p for name, p in named if p.ndim > 1 and name.startswith("h.")]
+    embeddings = [p for name, p in named if p.ndim > 1 and not name.startswith("h.")]
+    return hidden, embeddings, [p for _, p in named if p.ndim < 2]
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon within its rounding, but all matrices of one shape take the step together.
+    """torch.optim.Muon within its rounding, but matrices of equal shape take a step together.
 
-    Muon makes the update of a matrix nearly orthogonal by a few Newton-Schulz iterations
-    (https://kellerjordan.github.io/posts/muon). A small GPT has many small matrices: one batched
-    product for all of them costs about half of one product for each.
+    The update of a matrix is made nearly orthogonal by a few Newton-Schulz iterations
+    (https://kellerjordan.github.io/posts/muon); one batched product beats many small ones.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            alike: dict[tuple[int, ...], list[nn.Parameter]] = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    alike.setdefault(tuple(sorted(p.shape)), []).append(p)
-            for params in alike.values():
-                self.step_together(params, group)
+            params = [p for p in group["params"] if p.grad is not None]
+            for shape in {tuple(sorted(p.shape)) for p in params}:
+                self.step_together([p for p in params if tuple(sorted(p.shape)) == shape], group)
         return loss
 
     def step_together(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
@@ -62,20 +57,18 @@ class Muon(torch.optim.Muon):
 
 
 def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
-    """By the settings optimizer, learning_rate, muon_lr, weight_decay, beta1 and beta2.
+    """AdamW, which decays matrices only, or Muon for the blocks' matrices and AdamW for the rest.
 
-    AdamW decays matrices only, as GPT-2's training did. Muon is for the matrices between the
-    embeddings, everything else stays with AdamW. Every group remembers its `peak_lr`.
+    Every group remembers its `peak_lr`.
     """
-    groups = split_parameters(model)
-    muon = s.optimizer == "muon"
-    decayed = groups["embeddings"] + ([] if muon else groups["hidden"])
+    hidden, embeddings, vectors = split_parameters(model)
+    decayed = embeddings if s.optimizer == "muon" else embeddings + hidden
     optimizers: list[Optimizer] = [torch.optim.AdamW(
         [{"params": decayed, "weight_decay": s.weight_decay},
-         {"params": groups["vectors"], "weight_decay": 0.0}],
+         {"params": vectors, "weight_decay": 0.0}],
         lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=decayed[0].device.type != "mps")]
-    if muon:
-        optimizers.append(Muon(groups["hidden"], lr=s.muon_lr, weight_decay=s.weight_decay))
+    if s.optimizer == "muon":
+        optimizers.append(Muon(hidden, lr=s.muon_lr, weight_decay=s.weight_decay))
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers
@@ -84,10 +77,8 @@ def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
 def lr_factor(step: int, s: Any) -> float:
     """The learning rate of update `step` (0 is the first) as a share of its peak, in [0, 1].
 
-    With decay_lr it rises for warmup_iters updates, none of which is wasted on a rate of 0; then
-    schedule=cosine: half a cosine down to min_lr at lr_decay_iters (nanoGPT's);
-    schedule=linear: stays at the peak, then a line down over the last `cooldown` share, or over
-    all that the warm-up leaves.
+    After the warm-up, cosine is nanoGPT's half a cosine down to min_lr; linear stays at the peak
+    and goes down over the last `cooldown` share, or over all that the warm-up leaves.
     """
     if not s.decay_lr:
         return 1.0
@@ -96,11 +87,12 @@ def lr_factor(step: int, s: Any) -> float:
     end, floor = s.lr_decay_iters or s.max_iters, s.min_lr / s.learning_rate
     if step >= end:
         return floor
+    after_warmup = end - s.warmup_iters
     if s.schedule == "cosine":
-        progress = (step - s.warmup_iters) / (end - s.warmup_iters)
+        progress = (step - s.warmup_iters) / after_warmup
         share = 0.5 * (1 + math.cos(math.pi * progress))
     else:
-        share = min(1.0, (end - step) / min(s.cooldown * end, end - s.warmup_iters))
+        share = min(1.0, (end - step) / min(s.cooldown * end, after_warmup))
     return floor + (1 - floor) * share
 
 

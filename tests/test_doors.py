@@ -72,11 +72,12 @@ def test_three_scripts_at_the_root():
 
 
 def test_budgets():
-    core = sources("model", "train", "sample", "data", "kit")
-    lines = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in core}
-    for path, n in lines.items():
-        assert n <= BUDGET.get(path.name, 250), f"{path} has {n} lines"
-    assert sum(lines.values()) < CORE
+    written = 0  # lines of the core that are not blank
+    for path in sources("model", "train", "sample", "data", "kit"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= BUDGET.get(path.name, 250), f"{path} has {len(lines)} lines"
+        written += sum(bool(line.strip()) for line in lines)
+    assert written < CORE
 
 
 def test_functions_fit_a_screen():
@@ -121,3 +122,13 @@ def test_help_is_quick_and_tells_all(script):
         if ": " in line and " = " in line and "#" not in line and "self" not in line
         and line.startswith("    ") and not line.startswith("     ")]
     assert not [u for u in undocumented if "dropout" not in u], undocumented
+
+
+def test_the_oldest_python_can_read_it():
+    """Python 3.10 is promised: no newer syntax, and nothing newer that we were tempted by."""
+    for path in sources("model", "train", "sample", "data", "kit"):
+        text = path.read_text(encoding="utf-8")
+        ast.parse(text, feature_version=(3, 10))
+        for newer in ("tomllib", "hashlib.file_digest", "typing.Self", "ExceptionGroup",
+                      "NamedTuple, typing.Generic", "itertools.batched", "StrEnum"):
+            assert newer not in text, f"{path.name} uses {newer}"

@@ -98,11 +98,12 @@ def test_signals_save_and_print_the_command_that_goes_on(command, tmp_path, numb
 
 
 def test_one_process_a_folder(command, tmp_path):
-    first = subprocess.Popen(command("run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    long = [*command("run"), "--max_iters=1000000"]
+    first = subprocess.Popen(long, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for_step(tmp_path / "run", 2, first)
-    second = subprocess.run(command("run"), capture_output=True, text=True)
+    second = subprocess.run(long, capture_output=True, text=True)
     first.kill()
-    first.communicate()
+    first.wait()
     assert second.returncode == 2
     assert "in use by another process" in second.stderr and len(second.stderr.splitlines()) == 1
 
@@ -117,8 +118,8 @@ WRONG = [  # what a person types -> what the one line must name
     ("train.py config/tiny.py --optimizer=sgd", "adamw or muon"),
     ("train.py config/tinny.py", "config/tiny.py"),
     ("train.py {tmp}/typo.py", "learning_rate"),
-    ("train.py {tmp}/string.py", "batch_size"),
-    ("train.py {tmp}/code.py", "code.py:1"),
+    ("train.py {tmp}/quoted.py", "batch_size"),
+    ("train.py {tmp}/program.py", "program.py:1"),
     ("train.py config/tiny.py --n_head=3", "n_head=3"),
     ("train.py config/tiny.py --warmup_iters=50", "warmup_iters=50"),
     ("train.py config/tiny.py --device=tpu", "device=tpu"),
@@ -150,8 +151,8 @@ WRONG = [  # what a person types -> what the one line must name
 @pytest.mark.parametrize("line, word", WRONG, ids=[w[0] for w in WRONG])
 def test_a_wrong_use_is_one_clear_line_and_exit_code_2(line, word, tmp_path):
     (tmp_path / "typo.py").write_text("lerning_rate = 1")
-    (tmp_path / "string.py").write_text('batch_size = "8"')
-    (tmp_path / "code.py").write_text("import os; os.mkdir('hacked')")
+    (tmp_path / "quoted.py").write_text('batch_size = "8"')
+    (tmp_path / "program.py").write_text("import os; os.mkdir('hacked')")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 99)
     (tmp_path / "short.txt").write_text("short")
@@ -199,7 +200,6 @@ def test_the_commands_of_the_readme(tmp_path, text_file):
     commands = readme_commands()
     assert len(commands) >= 8
     for line in commands:
-        line = line.replace("shakespeare_char", "my.txt") if "--dataset" in line else line
         line = line.replace("data.prepare shakespeare ", "data.prepare my.txt ")
         words = [sys.executable, *shlex.split(line, comments=True)[1:]]
         done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)

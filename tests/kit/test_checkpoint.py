@@ -180,11 +180,11 @@ def test_any_truncation_or_addition_is_noticed_and_named(run, save, file):
     assert "missing" in named(folder, file)
 
 
-def test_damaged_weights_are_refused_with_their_size(run, save):
+def test_damaged_weights_are_refused(run, save):
     path = save(run) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
     for load in (checkpoint.load_model, lambda p: checkpoint.load_tensors(p / path.name)):
-        with pytest.raises(UserError, match=r"model\.safetensors: damaged \(5,000 bytes\)"):
+        with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
             load(path.parent)
 
 
@@ -221,7 +221,7 @@ def test_the_newest_complete_is_taken_and_each_damaged_one_named(run, save):
 def test_json_of_others_is_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="x.json: (damaged|not a file of this version)"):
+    with pytest.raises(UserError, match="x.json: damaged, or not of this version"):
         checkpoint.read_json(path)
     path.write_bytes(b"\xff")
     with pytest.raises(UserError, match="x.json: damaged"):
@@ -433,7 +433,7 @@ def test_an_older_architecture_file_takes_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(rotary=True, moe=1), "unknown fields moe, rotary"), (dict(n_head=3), "n_head=3"),
+    (dict(rotary=True, moe=1), "model.json.*(rotary|moe)"), (dict(n_head=3), "n_head=3"),
     (dict(n_layer="2"), "model.json"), (dict(n_layer=None), "model.json"),
     (dict(attn_logn="new"), "attn_logn=new"),
 ])

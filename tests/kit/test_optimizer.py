@@ -45,17 +45,17 @@ def update(model, optimizers, step: int, s: TrainSettings) -> float:
 @pytest.mark.parametrize("changes", MODELS, ids=str)
 def test_each_parameter_is_in_exactly_one_group(tiny, changes):
     model = tiny(**changes)
-    groups = split_parameters(model)
-    held = [p for ps in groups.values() for p in ps]
+    hidden, embeddings, vectors = split_parameters(model)
+    held = [*hidden, *embeddings, *vectors]
     assert len(held) == len(set(held)) and set(held) == set(model.parameters())
     assert sum(p.numel() for p in held) == model.num_params()
     names = {p: n for n, p in model.named_parameters()}
-    assert all(names[p].startswith("h.") and p.ndim == 2 for p in groups["hidden"])
-    assert len(groups["hidden"]) == 2 * 4  # c_attn, c_proj, c_fc, c_proj of each layer
+    assert all(names[p].startswith("h.") and p.ndim == 2 for p in hidden)
+    assert len(hidden) == 2 * 4  # c_attn, c_proj, c_fc, c_proj of each layer
     tables = {"wte.weight", "wpe.weight"} | (set() if changes["tie_embeddings"]
                                              else {"lm_head.weight"})
-    assert {names[p] for p in groups["embeddings"]} == tables
-    assert all(p.ndim == 1 for p in groups["vectors"])
+    assert {names[p] for p in embeddings} == tables
+    assert all(p.ndim == 1 for p in vectors)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -71,7 +71,7 @@ def test_optimizers_cover_each_parameter_once_and_decay_only_matrices(tiny, chan
             assert group["weight_decay"] == (0.3 if p.ndim >= 2 else 0.0)
     muon = {p for o in optimizers if type(o) is Muon
             for g in o.param_groups for p in g["params"]}
-    hidden = set(split_parameters(model)["hidden"])
+    hidden = set(split_parameters(model)[0])
     assert muon == (hidden if optimizer == "muon" else set())
     assert [type(o) for o in optimizers] == (
         [torch.optim.AdamW, Muon] if optimizer == "muon" else [torch.optim.AdamW])

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +111,13 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     os.replace(aside, path)
 
 
-def running_mean(values: Sequence[float], share: float = 0.05) -> list[float]:
-    """Exponential mean over about `share` of the values."""
-    rate = 1 / max(1.0, share * len(values))
-    return list(accumulate(values, lambda mean, value: mean + rate * (value - mean)))
+def running_mean(values: Sequence[float], share: float = 0.02) -> list[float]:
+    """The mean of all values so far, and later an exponential one over `share` of them."""
+    mean, means = 0.0, []
+    for n, value in enumerate(values, 1):
+        mean += (value - mean) / min(n, max(1.0, share * len(values)))
+        means.append(mean)
+    return means
 
 
 def spell_time(seconds: float) -> str:

@@ -233,8 +233,9 @@ def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path):
 
 def test_running_mean():
     assert running_mean([]) == [] and running_mean([3.0]) == [3.0]
+    assert running_mean([9.0, 1.0] + [3.0] * 198)[1] == 5.0  # the first value does not linger
     assert running_mean((5.0,) * 100) == pytest.approx([5.0] * 100)  # also at its start
-    mean = running_mean([0.0] * 100 + [1.0] * 100)  # over about 10
+    mean = running_mean([0.0] * 100 + [1.0] * 100, share=0.05)  # over about 10
     assert mean[99] == 0 and 0.05 < mean[100] < 0.2 and mean[-1] > 0.99
     assert all(a <= b for a, b in zip(mean, mean[1:], strict=False))
 

@@ -31,7 +31,7 @@ class SampleSettings:
     num_samples: int = 1  # continuations, side by side
     max_new_tokens: int = 500  # length of each
     temperature: float = 0.8  # 0: always the likeliest token; below 1: bolder, above 1: wilder
-    top_k: int = 200  # choose among the k likeliest; 0: all
+    top_k: int = 50  # choose among the k likeliest; 0: all
     top_p: float = 1.0  # choose among the likeliest that make up this share; 1: all
     seed: int = 1337  # of the first sample; the next ones take the seeds after it
     stop: str | None = None  # end before this text, such as "<|endoftext|>"; None: do not

@@ -387,10 +387,10 @@ class Trainer:
         say(f"a sample:\n{'-' * 80}\n{self.sample()}\n{'-' * 80}")
         say('write more with: python sample.py --prompt "..."')
 
-    def sample(self, max_new_tokens: int = 256) -> str:
+    def sample(self, max_new_tokens: int = 300) -> str:
         """What the model writes by itself."""
         start = torch.tensor([start_ids(self.data.tokenizer)], device=self.device)
-        choose = Sampler(1, temperature=0.8, top_k=200, seed=self.s.seed)
+        choose = Sampler(1, temperature=0.8, top_k=50, seed=self.s.seed)
         ids = self.model.eval().generate(start, max_new_tokens, choose)
         return self.data.tokenizer.decode([int(i) for i in ids])
 

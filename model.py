@@ -1,7 +1,6 @@
 """The GPT: a decoder-only transformer in the shape of GPT-2, and the cache that lets it write fast.
 
-Read it top to bottom: configuration, the four parts of a block, the loss, the cache, the model.
-Needs torch and nothing else; prints nothing, opens no file, knows no rank.
+Read it top to bottom: configuration, the parts of a block, the loss, the cache, the model.
 Shapes in comments: B rows, T positions, C = n_embd, H heads, D = C / H, V = vocab_size, S = keys.
 """
 
@@ -36,16 +35,16 @@ class GPTConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.attn_logn not in ("off", "fixed", "clipped", "learned"):
             raise ValueError(f"attn_logn={self.attn_logn}: must be off, fixed, clipped or learned")
-        usable = self.attn_logn in ("fixed", "clipped") and (self.logn_base or 2) >= 2
-        if self.logn_base is not None and not usable:
+        usable = self.attn_logn in ("fixed", "clipped")
+        if self.logn_base is not None and not (usable and self.logn_base >= 2):
             raise ValueError(f"logn_base={self.logn_base}: must be at least 2, and needs "
                              f"attn_logn=fixed or clipped, not {self.attn_logn}")
 
@@ -67,7 +66,7 @@ class CausalSelfAttention(nn.Module):
 
     Softmax over n keys grows flatter as n grows. `attn_logn` sharpens the query to make up for it:
     fixed    q * log(n) / log(base)           base 512 (kexue.fm 8823)
-    clipped  q * max(1, log(n) / log(base))   base = the trained context; for use beyond it (Qwen)
+    clipped  q * max(1, log(n) / log(base))   base block_size: acts once the context is widened
     learned  q * s * log(n), s per head       starts as 1 / log(block_size) (arXiv 2501.19399)
     where n = position + 1 is the number of keys that the query may see.
     """
@@ -190,6 +189,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
         dx, dw = ctx.saved_tensors
         return dx * grad, dw * grad, None, None
@@ -243,10 +243,11 @@ class KVCache:
 
     def trim(self, lengths: int | Tensor) -> None:
         """Forget all but the first `lengths` positions, one number or one a row (B,)."""
-        self.pos = lengths
-        self.longest = int(torch.as_tensor(lengths).max())
-        if isinstance(lengths, Tensor) and (lengths == self.longest).all():
-            self.pos = self.longest
+        held, self.longest = self.longest, int(torch.as_tensor(lengths).max())
+        if self.longest > held:
+            raise ValueError(f"the cache holds {held} positions and cannot keep {self.longest}")
+        alike = isinstance(lengths, int) or bool((lengths == self.longest).all())
+        self.pos = self.longest if alike else lengths.clone()
 
     def expand(self, n: int) -> None:
         """Every row becomes n, side by side: n samples pay for one prompt."""
@@ -341,10 +342,10 @@ class GPT(nn.Module):
         keep = max(1, size // 2) if context_keep is None else context_keep
         if not 1 <= keep <= max(1, size - 1):
             raise ValueError(f"context_keep={keep}: must be from 1 to block_size-1={size - 1}")
-        if idx.size(1) == 0:
-            raise ValueError("an empty prompt: give at least one token to start from")
-        B = len(idx)
-        n = torch.full((B,), idx.size(1), device=idx.device) if lengths is None else lengths.clone()
+        B, T = idx.shape
+        n = torch.full((B,), T, device=idx.device) if lengths is None else lengths.clone()
+        if not ((n >= 1) & (n <= T)).all():
+            raise ValueError(f"prompts of {n.tolist()} tokens in {T} columns: give at least one")
         window = idx.new_zeros(B, size)  # the tokens that each row sees; n of them are filled
         for row, prompt in enumerate(idx):
             newest = prompt[: n[row]][-size:]

@@ -15,7 +15,7 @@ import torch
 from data import DataError
 from data.tokenizer import Tokenizer, from_json
 from kit import checkpoint, runs
-from kit.device import DTYPES, choose_device
+from kit.device import DTYPES, choose_device, name_of
 from kit.sampling import Sampler, TextStream, start_ids
 from kit.settings import UserError, at_least, in_range, load, run
 from model import GPT
@@ -61,8 +61,10 @@ def main(argv: list[str]) -> None:
     tokenizer = from_json(tokenizer_json)
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
-    loss = f", validation loss {state['val_loss']:.4f}" if state["val_loss"] else ""
-    note(f"{folder}: step {state['step']}{loss}, {model.num_params():,} parameters, on {device}")
+    loss = f"validation loss {state['val_loss']:.4f}, {state['val_bpb']:.4f} bits per byte, " \
+        if state["val_loss"] else ""
+    note(f"{folder}: step {state['step']}, {loss}{model.num_params():,} parameters, "
+         f"{name_of(model.wte.weight.dtype)} on {device}")
     keep = s.context_keep
     if keep is not None and not 1 <= keep < model.config.block_size:
         raise UserError(f"context_keep={keep}: expected 1 to {model.config.block_size - 1}, "

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data import DataError
 from data.dataset import Dataset
-from data.prepare import resolve
+from data.prepare import is_text, resolve
 from kit import checkpoint, runs
 from kit.device import (
     autocast,
@@ -104,10 +104,13 @@ class TrainSettings:
         in_range(self, 0, math.inf, "learning_rate muon_lr")
         in_range(self, -1e-9, 1, "beta1 beta2")
         in_range(self, 0, 1 + 1e-9, "cooldown")
-        end = self.lr_decay_iters or self.max_iters
+        for name in ("dataset", "init_from", "out_dir", "tokenizer"):
+            if getattr(self, name) == "":
+                raise UserError(f"{name}: an empty text; leave it out to take the default")
+        end = self.max_iters if self.lr_decay_iters is None else self.lr_decay_iters
         if self.decay_lr and self.warmup_iters >= end:
-            raise UserError(f"warmup_iters={self.warmup_iters} does not fit before the end of the "
-                            f"schedule, {end} updates")
+            raise UserError(f"warmup_iters={self.warmup_iters} does not fit into the schedule, "
+                            f"which ends at lr_decay_iters={end}")
         if self.decay_lr and self.min_lr > self.learning_rate:
             raise UserError(f"min_lr={self.min_lr} is above learning_rate={self.learning_rate}")
         self.model_config(vocab_size=1)
@@ -147,9 +150,6 @@ def say(text: str) -> None:
     tqdm.write(text)
 
 
-# ----------------------------------------------------------------------------------------- main
-
-
 def main(argv: list[str]) -> int:
     loaded = load(TrainSettings, argv, default_config="config/small.py")
     # The allocator may ask for huge pages: 30 times fewer page faults, 15% more tokens/s on a CPU.
@@ -172,6 +172,8 @@ def main(argv: list[str]) -> int:
     elif source:
         checkpoint.load_weights(trainer.model, source / "model.safetensors")
         say(f"starting from the weights of {source}")
+    if claimed.replaces:
+        runs.clear(claimed.path)
     trainer.introduce()
     with trainer.interrupt:
         trainer.loop()
@@ -186,7 +188,7 @@ def main(argv: list[str]) -> int:
 def open_data(s: TrainSettings, source: Path | None) -> Dataset:
     """The data set, prepared if need be, its shards checked and long enough for the context."""
     tokenizer = s.tokenizer
-    if source and tokenizer is None and Path(s.dataset).exists():  # own text for given weights
+    if source and tokenizer is None and is_text(s.dataset):  # of one's own, for given weights
         tokenizer = str(source / "tokenizer.json")
     data = Dataset(resolve(s.dataset, tokenizer, say), tokenizer=tokenizer)
     for split in (data.train, data.val):
@@ -202,15 +204,11 @@ def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset,
     folder = source or runs.find_checkpoint(runs.find_run(s.out_dir))
     runs.same_tokenizer(folder, data.tokenizer)
     model, _, state = checkpoint.load_model(folder)
-    dtype = choose_dtype(s.dtype, device)
     batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters)
     result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
-                      partial(autocast, device, dtype))
+                      partial(autocast, device, choose_dtype(s.dtype, device)))
     say(f"{folder}, step {state['step']}: {spell_loss(result)}")
     return 0
-
-
-# ------------------------------------------------------------------------------------ the loop
 
 
 class Trainer:
@@ -225,7 +223,7 @@ class Trainer:
         self.autocast = partial(autocast, device, dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.progress, self.interrupt = Progress(), runs.Interrupt()
-        self.saved = (0, False)  # step and finished, as the newest checkpoint has them
+        self.saved: tuple[int, bool] | None = None  # step and finished of the newest checkpoint
 
     def restore(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint exactly where it was left."""
@@ -244,8 +242,7 @@ class Trainer:
         say(f"device: {describe(self.device, self.dtype)}")
         compiled = compile_model(self.model, s.compile, self.autocast)
         self.peak = peak_flops(self.dtype, self.device)
-        rows = s.batch_size * s.gradient_accumulation_steps
-        tokens = rows * s.block_size
+        tokens = s.batch_size * s.gradient_accumulation_steps * s.block_size
         say(f"model: {self.model.num_params():,} parameters, {data.vocab_size:,} tokens "
             f"({data.tokenizer.spec}); compile {compiled}")
         say(f"update: {s.batch_size} rows x {s.block_size} tokens x "
@@ -256,10 +253,9 @@ class Trainer:
         checkpoint.write_json(self.path / "config.json", {
             "settings": asdict(s), "device": self.device.type, "dtype": name_of(self.dtype),
             "dataset_hash": data.hash})
-        runs.remember(self.path)
         self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
-        name = s.wandb_run_name or self.path.name
-        self.wandb = Wandb(s.wandb_log, s.wandb_project, name, asdict(s), say)
+        self.wandb = Wandb(s.wandb_log, s.wandb_project, s.wandb_run_name or self.path.name,
+                           asdict(s), say)
         self.drawn = time.perf_counter()  # when the curve was drawn
         self.began = self.drawn - p.elapsed_s
 
@@ -287,11 +283,15 @@ class Trainer:
                 bar.set_postfix(loss=f"{row['loss']:.3f}", val=f"{p.val_loss or math.nan:.3f}",
                                 tok_s=f"{tok_s:,.0f}", refresh=False)
             bar.update()
-            if p.step == first + 10:
-                left = p.train_s / p.step * (s.max_iters - p.step)
+            if p.step == first + 5:  # the first updates are slow
+                warm = p.train_s
+            if p.step == first + 15:
+                left = (p.train_s - warm) / 10 * (s.max_iters - p.step)
                 say(f"about {spell_time(left)} of training left")
         bar.close()
         if self.saved != (p.step, p.finished):
+            if not all(w.isfinite().all() for w in self.model.parameters()):
+                self.give_up(p.step, "the weights are not finite")
             self.save(is_best=False)
         draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
         self.wandb.finish()
@@ -307,7 +307,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for micro, part in enumerate(rows.split(s.batch_size)):
             if s.dropout:  # dropout is a function of seed, step and micro-step: no state to save
-                torch.manual_seed(((s.seed << 40) + (p.step << 12) + micro) % 2**63)
+                torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
             with self.autocast():
                 loss_sum, _ = self.model(part[:, :-1], part[:, 1:])
             self.scaler.scale(loss_sum / n_targets).backward()
@@ -371,6 +371,7 @@ class Trainer:
                  "threads": torch.get_num_threads(), "torch": torch.__version__}
         checkpoint.save(self.path, self.model, optimizer_tensors(self.optimizers, self.model),
                         self.data.tokenizer.to_json(), state, self.s.keep, is_best)
+        runs.remember(self.path)
         self.saved = (self.progress.step, self.progress.finished)
 
     def conclude(self) -> None:

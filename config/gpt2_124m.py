@@ -1,6 +1,7 @@
 # GPT-2's smallest model on OpenWebText: about four days on 8 A100 by nanoGPT's account.
 # The shape is the default of train.py: 12 layers, 12 heads, width 768, context 1024.
 
+# From documents of your own: python -m data.prepare FOLDER --name=openwebtext --tokenizer=gpt2
 dataset = "openwebtext"
 
 batch_size = 12

@@ -196,4 +196,3 @@ def _report(folder: Path, meta: dict, say: Callable[[str], None]) -> None:
             f"{part['tokens']:,} tokens ({part['bytes'] / max(1, part['tokens']):.2f} bytes each)")
     say("skipped: {empty:,} empty and {binary:,} binary files".format(**meta["skipped"]))
     say(f"written to {folder} ({meta['tokenizer']}, {meta['vocab_size']:,} ids)")
-    say(f"next: python train.py config/small.py --dataset={meta['name']}")

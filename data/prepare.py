@@ -32,12 +32,16 @@ def resolve(dataset: str, tokenizer: str | None = None,
     chosen = tokenizer or DEFAULT_TOKENIZER
     identity = read_json(Path(chosen)).get("hash") if chosen.endswith(".json") else chosen
     prepared = sorted(p.parent.name for p in root.glob("[!.]*/dataset.json"))
-    if dataset in prepared:
-        path = root / dataset
-    elif dataset in KNOWN:
+    if dataset in KNOWN:
         sources, default = KNOWN[dataset]
-        say(f"preparing {dataset}")
-        return prepare(sources, dataset, tokenizer or default, say=say)
+        other = tokenizer and identity != default  # never under the plain name
+        name = f"{dataset}-{sha256(identity.encode()).hexdigest()[:10]}" if other else dataset
+        if name not in prepared:
+            say(f"preparing {dataset} as {name}")
+            prepare(sources, name, tokenizer or default, say=say)
+        path = root / name
+    elif dataset in prepared:
+        path = root / dataset
     if (path / "dataset.json").is_file():
         meta = read_json(path / "dataset.json")
         if tokenizer and identity not in (meta.get("tokenizer"), meta.get("tokenizer_hash")):
@@ -60,6 +64,13 @@ def resolve(dataset: str, tokenizer: str | None = None,
     names = sorted({*prepared, *KNOWN})
     raise DataError(f"--dataset={dataset} is no file, no folder and none of the names "
                     f"{', '.join(names)}{did_you_mean(dataset, names)}")
+
+
+def is_text(dataset: str) -> bool:
+    """Whether `--dataset=` names text of the user's own, to be prepared by its content."""
+    path, prepared = Path(dataset), data_root() / dataset / "dataset.json"
+    return path.exists() and dataset not in KNOWN and not prepared.is_file() and not (
+        (path / "dataset.json").is_file() or any(path.glob("*train*.bin")))
 
 
 def stem(source: str) -> str:
@@ -101,8 +112,9 @@ def main(argv: list[str] | None = None) -> int:
     if len(sources) == 1 and sources[0] in KNOWN:
         sources, tokenizer = KNOWN[sources[0]]
     try:
-        prepare(sources, args.name or stem(args.sources[0]), args.tokenizer or tokenizer,
-                args.errors, args.val_fraction, args.overwrite)
+        folder = prepare(sources, args.name or stem(args.sources[0]), args.tokenizer or tokenizer,
+                         args.errors, args.val_fraction, args.overwrite)
+        print(f"next: python train.py config/small.py --dataset={folder.name}")
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ class Run(NamedTuple):
     path: Path
     lock: BaseFileLock
     resume: tuple[Path, dict[str, Any]] | None  # the checkpoint to go on from, and its state
+    replaces: bool  # overwrite: the run that is there goes once all else is known to work
 
 
 def out_root() -> Path:
@@ -61,12 +63,10 @@ def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn:
         raise UserError(f"init_from=resume: {path} holds no run; --init_from=auto starts one")
     lock = own(path)
     checkpoint.tidy(path)
-    if overwrite:
-        clear(path)
-    resume = checkpoint.newest_complete(path, warn)
-    if resume is None and checkpoint.newest_first(path):
+    resume = None if overwrite else checkpoint.newest_complete(path, warn)
+    if not overwrite and resume is None and checkpoint.newest_first(path):
         raise UserError(f"{path}: no complete checkpoint is left; --overwrite=True starts again")
-    return Run(path, lock, resume)
+    return Run(path, lock, resume, overwrite)
 
 
 def own(path: Path) -> BaseFileLock:
@@ -134,7 +134,7 @@ def command_to_go_on(loaded: Loaded, path: Path) -> str:
         others = ("--out_dir=", "--init_from=", "--overwrite=")
         flags = [f"--out_dir={path}", "--init_from=resume", "--overwrite=False",
                  *(f for f in flags if not f.startswith(others))]
-    return "python train.py " + shlex.join([*map(str, loaded.files), *flags])
+    return shlex.join(["python", sys.argv[0], *map(str, loaded.files), *flags])
 
 
 class Interrupt:

@@ -29,6 +29,9 @@ class UserError(Exception):
 def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...]) -> None:
     """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
     script, *argv = sys.argv
+    for stream in (sys.stdout, sys.stderr):  # a console may lack letters that a model writes
+        if getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main([a for a in argv if a != "--debug"]) or 0
         sys.stdout.flush()
@@ -43,6 +46,13 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
             raise
         text = f"{e.strerror}: {e.filename}" if getattr(e, "filename", None) else str(e)
         print(f"{Path(script).name}: {text}", file=sys.stderr)
+        code = 2
+    except (MemoryError, RuntimeError) as e:
+        if type(e).__name__ != "OutOfMemoryError" and not (
+                isinstance(e, MemoryError) or "can't allocate memory" in str(e)):
+            raise
+        print(f"{Path(script).name}: out of memory; a smaller batch_size (with more "
+              "gradient_accumulation_steps), block_size or model needs less", file=sys.stderr)
         code = 2
     sys.exit(code)
 
@@ -93,7 +103,7 @@ def find_config(name: str) -> Path:
         if path.is_file():
             return path
     known = ", ".join(sorted(f"config/{p.name}" for p in (CLONE / "config").glob("*.py")))
-    raise UserError(f"{name}: no such config file; there are {known}")
+    raise UserError(f"{name}: no such config file; there are {known}; a setting is --name=value")
 
 
 def read_config(path: Path, hints: dict[str, Any]) -> dict[str, Any]:

@@ -231,6 +231,7 @@ def test_cache_expand_select_and_put():
 
 def test_cache_is_a_plain_number_while_rows_agree():
     cache = KVCache(make().config, batch_size=3)
+    cache.advance(6)
     cache.trim(torch.tensor([4, 4, 4]))
     assert cache.pos == 4 and cache.positions(2).tolist() == [4, 5]
     assert cache.mask(1) is None
@@ -405,8 +406,22 @@ def test_context_keep_out_of_range(keep):
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="empty prompt"):
+    with pytest.raises(ValueError, match="at least one"):
         next(make().generate(tokens(1, 0), 1, greedy))
+    for lengths in ([0, 5], [9, 5]):
+        with pytest.raises(ValueError, match="in 5 columns"):
+            next(make().generate(tokens(2, 5), 1, greedy, lengths=torch.tensor(lengths)))
+
+
+def test_trim_keeps_its_own_numbers_and_refuses_what_is_not_there():
+    model = make()
+    cache, lengths = model.new_cache(2), torch.tensor([3, 5])
+    model(tokens(2, 6), cache=cache)
+    cache.trim(lengths)
+    lengths += 1
+    assert cache.positions(1)[:, 0].tolist() == [3, 5]
+    with pytest.raises(ValueError, match="holds 5 positions and cannot keep 9"):
+        cache.trim(9)
 
 
 def test_a_context_of_one_token_still_writes():

@@ -77,6 +77,7 @@ def test_kill_9_again_and_again_ends_in_the_weights_of_an_undisturbed_run(comman
         wait_for_step(tmp_path / "parts", step, process)
         process.kill()
         process.communicate()
+        assert process.returncode == -9
     subprocess.run(command("parts"), check=True, capture_output=True)
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
@@ -85,15 +86,16 @@ def test_kill_9_again_and_again_ends_in_the_weights_of_an_undisturbed_run(comman
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_save_and_print_the_command_that_goes_on(command, tmp_path, number, code):
-    process = subprocess.Popen(command("run"), stdout=subprocess.PIPE, text=True)
+    long = [*command("run"), "--max_iters=100000"]
+    process = subprocess.Popen(long, stdout=subprocess.PIPE, text=True)
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(number)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == code
-    go_on = out.split("Go on with:\n")[1].strip()
-    assert go_on.startswith("python train.py")
-    words = [sys.executable, str(CLONE / "train.py"), *shlex.split(go_on)[2:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    go_on = shlex.split(out.split("Go on with:\n")[1])
+    assert go_on[0] == "python" and go_on[-1] == "--max_iters=100000"
+    done = subprocess.run([sys.executable, *go_on[1:], "--max_iters=60"], cwd=tmp_path,
+                          capture_output=True, text=True)
     assert done.returncode == 0 and "going on" in done.stdout, done.stderr
 
 
@@ -169,6 +171,15 @@ def test_a_wrong_use_is_one_clear_line_and_exit_code_2(line, word, tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
     left = [p for p in sorted(tmp_path.iterdir()) if p.name not in ("data", "out")]
     assert left == before  # nothing is lost and nothing is left
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_console_that_lacks_letters(command, tmp_path, encoding):
+    env = os.environ | {"PYTHONIOENCODING": encoding, "BONSAI_OUT": str(tmp_path)}
+    for line in (command("run"), [sys.executable, str(CLONE / "sample.py"), "--prompt=🌳"]):
+        done = subprocess.run(line, capture_output=True, env=env)
+        assert done.returncode == 0, done.stderr
+    assert b"\\U0001f333" in done.stdout
 
 
 def test_debug_shows_the_traceback(tmp_path):

@@ -25,7 +25,8 @@ def make_run(path, tokenizer_json, vocab_size, *, steps=(10, 20), best=10, favou
                 following = zip(favourite, [*favourite[1:], favourite[0]], strict=True)
                 for i, (a, b) in enumerate(following):
                     model.wte.weight[a, i] = model.lm_head.weight[b, i] = 1
-        state = {"step": step, "val_loss": 1.0, "finished": True, "best_step": best}
+        state = {"step": step, "val_loss": 1.0, "val_bpb": 1.25, "finished": True,
+                 "best_step": best}
         checkpoint.save(path, model, {}, tokenizer_json, state, keep=5, is_best=step == best)
     runs.remember(path)
     return path

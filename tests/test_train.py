@@ -353,6 +353,66 @@ def test_a_finished_run_in_an_explicit_folder_is_refused(run):
     assert code == 0 and weights(path) != before
 
 
+def test_overwriting_waits_until_all_else_is_known_to_work(run, monkeypatch):
+    _, path = run()
+    before = weights(path)
+    for flags in (["--dtype=float16"], ["--n_head=5"], ["--dataset=nowhere"]):
+        with pytest.raises((UserError, train.DataError)):
+            run("--overwrite=True", *flags)
+    monkeypatch.setattr(train, "GPT", lambda config: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        run("--overwrite=True")
+    assert weights(path) == before and log(path)
+
+
+def test_a_run_without_checkpoint_is_not_the_newest(run, tmp_path, monkeypatch):
+    _, good = run(out="good")
+    with pytest.raises(UserError, match="step 1"):
+        monkeypatch.setattr(train.Trainer, "update",
+                            lambda self: self.give_up(1, "the loss is nan"))
+        run(out="bad")
+    latest = json.loads((tmp_path / "out" / "latest.json").read_text())["path"]
+    assert Path(latest) == good.resolve()
+
+
+def test_weights_that_are_not_finite_are_not_saved(run, monkeypatch):
+    real = train.Trainer.update
+
+    def update(self):
+        row = real(self)
+        if row["step"] == 12:
+            with torch.no_grad():
+                self.model.wte.weight[0] = math.nan
+            signal.raise_signal(signal.SIGINT)
+        return row
+
+    monkeypatch.setattr(train.Trainer, "update", update)
+    with pytest.raises(UserError, match="not finite.*step_000010"):
+        run()
+
+
+def test_interrupted_before_the_first_update(run, monkeypatch):
+    _, whole = run(out="whole")
+    init = train.runs.Interrupt.__init__
+
+    def interrupted(self):
+        init(self)
+        self.signal = signal.SIGINT
+
+    monkeypatch.setattr(train.runs.Interrupt, "__init__", interrupted)
+    code, path = run(out="parts")
+    assert code == 130 and checkpoint.pointed(path, "latest") == "step_000000"
+    monkeypatch.setattr(train.runs.Interrupt, "__init__", init)
+    run(out="parts")
+    assert weights(whole) == weights(path)
+
+
+def test_own_text_with_the_tokenizer_of_given_weights(run, tmp_path):
+    _, first = run()
+    code, second = run(f"--init_from={first}", "--tokenizer=None", out="second")
+    assert code == 0 and losses(second)[0] < losses(first)[0] - 1
+
+
 def test_a_finished_run_is_made_longer_on_request(run):
     run()
     _, path = run("--init_from=resume", "--max_iters=24")
@@ -407,6 +467,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
     (["--beta1=1"], "beta1=1"),
     (["--cooldown=0"], "cooldown=0"),
     (["--logn_base=9"], "logn_base=9"),
+    (["--attn_logn=fixed", "--logn_base=0"], "logn_base=0"),
+    (["--lr_decay_iters=0"], "lr_decay_iters=0"),
+    (["--tokenizer="], "tokenizer: an empty text"),
     (["--device=tpu9"], "device=tpu9"),
     (["--device=cuda:99"], "cuda:99"),
     (["--dtype=float16", "--device=cpu"], "float16"),

@@ -299,12 +299,27 @@ def test_a_prepared_name_is_taken(text, data_folder):
         resolve(str(made), "char", say=quiet)
 
 
-def test_a_known_name_is_prepared_when_missing(data_folder):
+def test_a_known_name_is_prepared_when_missing(data_folder, monkeypatch):
     said: list[str] = []
-    made = resolve("stdlib", "byte", say=said.append)
-    assert made == data_folder / "stdlib" and Dataset(made).tokenizer.spec == "byte"
-    assert said[0] == "preparing stdlib" and "--dataset=stdlib" in said[-1]
+    monkeypatch.setitem(command.KNOWN, "stdlib", (["stdlib"], "char"))
+    made = resolve("stdlib", say=said.append)
+    assert made == data_folder / "stdlib" and Dataset(made).tokenizer.spec == "char"
+    assert said[0] == "preparing stdlib as stdlib"
     assert resolve("stdlib", say=pytest.fail) == made  # found, nothing said, nothing made
+
+
+@pytest.mark.parametrize("first", ["char", "byte"])
+def test_a_known_name_with_another_tokenizer_lies_elsewhere(data_folder, monkeypatch, first):
+    """Whichever comes first: the plain name always has the tokenizer that belongs to it."""
+    monkeypatch.setitem(command.KNOWN, "stdlib", (["stdlib"], "char"))
+    made = {spec: resolve("stdlib", spec, say=quiet)
+            for spec in sorted(("char", "byte"), key=lambda spec: spec != first)}
+    assert made["char"] == data_folder / "stdlib" == resolve("stdlib", say=pytest.fail)
+    assert made["byte"].name.startswith("stdlib-")
+    assert resolve("stdlib", "byte", say=pytest.fail) == made["byte"]
+    assert [Dataset(made[spec]).tokenizer.spec for spec in made] == list(made)
+    tokenizer = str(made["byte"] / "tokenizer.json")  # as of a run that is to be gone on from
+    assert Dataset(resolve("stdlib", tokenizer, say=quiet)).tokenizer.spec == "byte"
 
 
 def test_the_user_s_text_is_prepared_once(text, data_folder, tmp_path):
@@ -454,7 +469,7 @@ def test_ctrl_c_is_one_line_and_exit_130(text, data_folder, monkeypatch, capsys)
 
 def test_a_known_name_brings_its_tokenizer(monkeypatch):
     calls: list[tuple] = []
-    monkeypatch.setattr(command, "prepare", lambda *args: calls.append(args))
+    monkeypatch.setattr(command, "prepare", lambda *args: calls.append(args) or Path(args[1]))
     command.main(["shakespeare_char"])
     command.main(["stdlib", "--tokenizer=byte", "--name=x"])
     command.main(["stdlib", "shakespeare"])

@@ -50,6 +50,8 @@ def claim():
              overwrite: bool = False) -> runs.Run:
         run = runs.claim(out_dir and str(out_dir), name, str(init_from), overwrite, said.append)
         held.append(run)
+        if run.replaces:  # as train.py does when all else is known to work
+            runs.clear(run.path)
         return run
 
     take.said = said
@@ -329,7 +331,7 @@ def test_the_printed_command_goes_on(flags, lines, tmp_path, make, claim, monkey
     s = loaded.settings
     path = make(Path(s.out_dir) if s.out_dir else tmp_path / "out" / "a config", "unfinished")
     command = shlex.split(runs.command_to_go_on(loaded, path))
-    assert command[:2] == ["python", "train.py"]
+    assert command[:2] == ["python", sys.argv[0]]
     if (s.init_from, s.overwrite, s.out_dir) == ("auto", False, None):
         assert command[2:] == ["a config.py", *flags]  # the very same
     again = load(TrainSettings, command[2:]).settings

@@ -84,6 +84,10 @@ def test_cold_is_greedy(temperature):
             assert choose(logits).tolist() == [1, 2, 2, 1]
 
 
+def test_greedy_does_not_depend_on_the_seed_even_where_tokens_tie():
+    assert {Sampler(1, 0.0, seed=s)(torch.zeros(1, 9)).item() for s in range(20)} == {0}
+
+
 @pytest.mark.parametrize("temperature", [1e6, 1e38, 1e39, 1.7e308])
 def test_hot_is_uniform(temperature):
     choose = Sampler(1, temperature, top_k=3)

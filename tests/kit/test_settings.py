@@ -218,7 +218,7 @@ def test_help_lists_every_setting_and_takes_no_config(capfd):
     (["--batch_size=0"], "batch_size=0: must be at least 1"),
     (["--seed=-1"], "seed=-1: must be at least 0"),
     (["--seed=18446744073709551616"], r"seed=18446744073709551616: must be .*below 2\*\*63"),
-    (["--warmup_iters=9", "--max_iters=9"], "warmup_iters=9.* 9 updates"),
+    (["--warmup_iters=9", "--max_iters=9"], "warmup_iters=9.*lr_decay_iters=9"),
     (["--min_lr=1", "--learning_rate=0.5"], "min_lr=1.*learning_rate=0.5"),
 ])
 def test_a_wrong_flag_is_one_line(argv, words, refusal):

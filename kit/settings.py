@@ -29,8 +29,9 @@ class UserError(Exception):
 def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...]) -> None:
     """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
     script, *argv = sys.argv
+    debug = bool({"--debug", "--debug=True"} & set(argv))
     for stream in (sys.stdout, sys.stderr):  # a console may lack letters that a model writes
-        if getattr(stream, "errors", None) == "strict":
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = main([a for a in argv if a != "--debug"]) or 0
@@ -42,14 +43,14 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
         print(f"{Path(script).name}: interrupted", file=sys.stderr)
         code = 130
     except (UserError, OSError, *mistakes) as e:
-        if {"--debug", "--debug=True"} & set(argv):
+        if debug:
             raise
         text = f"{e.strerror}: {e.filename}" if getattr(e, "filename", None) else str(e)
         print(f"{Path(script).name}: {text}", file=sys.stderr)
         code = 2
     except (MemoryError, RuntimeError) as e:
-        if type(e).__name__ != "OutOfMemoryError" and not (
-                isinstance(e, MemoryError) or "can't allocate memory" in str(e)):
+        full = isinstance(e, MemoryError) or "can't allocate memory" in str(e)
+        if debug or not (full or type(e).__name__ == "OutOfMemoryError"):
             raise
         print(f"{Path(script).name}: out of memory; a smaller batch_size (with more "
               "gradient_accumulation_steps), block_size or model needs less", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The plan of the house as a test: who may import whom, how long a file may be."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,9 @@ def test_the_oldest_python_can_read_it():
         for newer in ("tomllib", "hashlib.file_digest", "typing.Self", "ExceptionGroup",
                       "NamedTuple, typing.Generic", "itertools.batched", "StrEnum"):
             assert newer not in text, f"{path.name} uses {newer}"
+
+
+def test_no_blank_was_left_to_fill_in():
+    for path in [CLONE / "README.md", *(CLONE / "docs").glob("*.md")]:
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert not re.search(r"@[A-Z]+@|TODO|FIXME", line), f"{path.name}:{n}: {line}"

@@ -185,6 +185,16 @@ def test_what_a_killed_process_left_is_cleared_away(out, make, claim):
     assert not [p for p in (path / "ckpt").iterdir() if p.name.startswith(".tmp-")]
 
 
+def test_overwriting_waits_until_all_else_is_known_to_work(out, make):
+    path = make(out / "small", "finished")
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    run = runs.claim(None, "small", "auto", True, print)
+    assert run.replaces and run.resume is None
+    assert before.items() <= {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}.items()
+    run.lock.release()
+    assert not runs.claim(None, "small", "resume", False, print).replaces
+
+
 def test_overwriting_does_not_bring_back_what_was_there(out, make, claim):
     path = make(out / "small", "unfinished")
     (path / "ckpt" / "step_000010").rename(path / "ckpt" / ".tmp-old-step_000010")

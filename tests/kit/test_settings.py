@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import math
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -529,6 +531,42 @@ def test_run_turns_mistakes_into_a_line_and_two(monkeypatch, capsys):
     assert end(KeyboardInterrupt()) == (130, "tool.py: interrupted\n")
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         run(raising(ZeroDivisionError()), ())
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: "
+                 "can't allocate memory: you tried to allocate 8 bytes.")])
+def test_too_little_memory_is_a_line_that_says_what_to_turn(error, monkeypatch, capsys):
+    code, text = ends(monkeypatch, capsys, raising(error))
+    assert code == 2 and len(text.splitlines()) == 1
+    assert "batch_size" in text and "gradient_accumulation_steps" in text
+    monkeypatch.setattr(sys, "argv", ["tool.py", "--debug"])
+    with pytest.raises(type(error)):
+        run(raising(error), ())
+    with pytest.raises(RuntimeError, match="another"):
+        run(raising(RuntimeError("another")), ())
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_console_without_the_letters_gets_their_codes(monkeypatch, errors):
+    """As Windows', which is strict, and that of LC_ALL=C."""
+    written = {}
+    for name in ("stdout", "stderr"):
+        written[name] = io.BytesIO()
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(written[name], "ascii", errors))
+
+    def main(argv: list[str]) -> None:
+        print("naïve €")
+        raise UserError("ü")
+
+    monkeypatch.setattr(sys, "argv", ["tool.py"])
+    with pytest.raises(SystemExit):
+        run(main, ())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    assert written["stdout"].getvalue().strip() == b"na\\xefve \\u20ac"
+    assert written["stderr"].getvalue().strip() == b"tool.py: \\xfc"
 
 
 def test_run_passes_exit_codes_and_arguments_on(monkeypatch, capsys):

@@ -106,4 +106,4 @@ def write(s: SampleSettings, model: GPT, tokenizer: Tokenizer, prompt: list[int]
 
 
 if __name__ == "__main__":
-    run(main, mistakes=(DataError,))
+    run(main, mistakes=(DataError, FloatingPointError))

@@ -160,7 +160,8 @@ def check(folder: Path, names: tuple[str, ...] = FILES) -> dict[str, Any]:
             raise UserError(f"{file}: damaged, its hash does not fit")
         for name in names:
             if digest(folder / name) != state["files"][name]:
-                raise UserError(f"{folder / name}: damaged, its hash does not fit")
+                size = (folder / name).stat().st_size
+                raise UserError(f"{folder / name}: damaged ({size:,} bytes), the hash does not fit")
     except (FileNotFoundError, NotADirectoryError) as e:
         raise UserError(f"{e.filename}: missing, this is not a complete checkpoint") from None
     return state

@@ -1,5 +1,8 @@
 """sample.py as its user meets it: text on stdout, all else on stderr, the same words every time."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -163,3 +166,7 @@ def test_a_model_with_broken_weights_says_so(tmp_path, byte_tokenizer, capfd):
                     {"step": 2, "val_loss": None, "finished": False}, keep=5, is_best=True)
     with pytest.raises(FloatingPointError, match="not finite"):
         write(capfd)
+    done = subprocess.run([sys.executable, sample.__file__, f"--out_dir={path}"],
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and "not finite" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -37,7 +37,7 @@ def resolve(dataset: str, tokenizer: str | None = None,
         other = tokenizer and identity != default  # never under the plain name
         name = f"{dataset}-{sha256(identity.encode()).hexdigest()[:10]}" if other else dataset
         if name not in prepared:
-            say(f"preparing {dataset} as {name}")
+            say(f"preparing {name}")
             prepare(sources, name, tokenizer or default, say=say)
         path = root / name
     elif dataset in prepared:

@@ -304,7 +304,7 @@ def test_a_known_name_is_prepared_when_missing(data_folder, monkeypatch):
     monkeypatch.setitem(command.KNOWN, "stdlib", (["stdlib"], "char"))
     made = resolve("stdlib", say=said.append)
     assert made == data_folder / "stdlib" and Dataset(made).tokenizer.spec == "char"
-    assert said[0] == "preparing stdlib as stdlib"
+    assert said[0] == "preparing stdlib"
     assert resolve("stdlib", say=pytest.fail) == made  # found, nothing said, nothing made
 
 

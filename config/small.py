@@ -19,4 +19,4 @@ learning_rate = 1.2e-2  # AdamW's share: embeddings and norms
 schedule = "linear"  # flat, then down over the last 60 %
 warmup_iters = 100
 min_lr = 0.0
-weight_decay = 0.0  # no gain in so short a run
+weight_decay = 0.0  # one and a half epochs leave little to regularise

@@ -77,7 +77,7 @@ def load(cls: type, argv: list[str], default_config: str | None = None) -> Loade
     paths = [find_config(f) for f in files]
     values: dict[str, Any] = {}
     for path in paths:
-        values |= read_config(path, hints)
+        values |= read_config(path, {name: hints[name] for name in hints if name != "debug"})
     settings = parse_flags(cls(**values), flags, hints)
     if hasattr(settings, "check"):
         settings.check()

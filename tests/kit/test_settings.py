@@ -139,7 +139,8 @@ def another(hint: typing.Any, value: typing.Any) -> typing.Any:
     return value / 2 if hint is float and value else 0.25 if hint is float else f"{value}-x"
 
 
-EVERY = [(cls, f) for cls in (TrainSettings, SampleSettings) for f in dataclasses.fields(cls)]
+EVERY = [(cls, f) for cls in (TrainSettings, SampleSettings) for f in dataclasses.fields(cls)
+         if f.name != "debug"]  # a flag only, see below
 NEEDS = {"logn_base": ("attn_logn", "fixed")}  # a setting that is refused without another one
 
 
@@ -574,6 +575,12 @@ def test_run_passes_exit_codes_and_arguments_on(monkeypatch, capsys):
     assert ends(monkeypatch, capsys, seen.extend, "--a=1", "b") == (0, "")
     assert seen == ["--a=1", "b"]
     assert ends(monkeypatch, capsys, lambda argv: 143) == (143, "")
+
+
+def test_debug_is_a_flag_and_no_line_of_a_config(tmp_path):
+    (tmp_path / "debug.py").write_text("debug = True")
+    with pytest.raises(UserError, match="unknown setting debug"):
+        load(TrainSettings, [str(tmp_path / "debug.py")])
 
 
 @pytest.mark.parametrize("flag", ["--debug", "--debug=True"])

@@ -22,21 +22,15 @@ from data import DataError
 from data.dataset import Dataset
 from data.prepare import is_text, resolve
 from kit import checkpoint, runs
-from kit.device import (
-    autocast,
-    choose_device,
-    choose_dtype,
-    compile_model,
-    describe,
-    name_of,
-    peak_flops,
-)
+from kit.device import autocast, choose_device, choose_dtype, compile_model, describe, peak_flops
 from kit.evaluate import eval_batches, evaluate, spell_loss
 from kit.metrics import Log, Wandb, draw_loss, peak_memory, spell_time
 from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
 from kit.sampling import Sampler, start_ids
 from kit.settings import UserError, at_least, in_range, load, run
 from model import GPT, GPTConfig
+
+say = tqdm.write  # the bar stays below what is said
 
 
 @dataclass
@@ -53,6 +47,9 @@ class TrainSettings:
     tokenizer: str | None = None  # for a text: byte, char, bpe:N or a tiktoken name; None: bpe:2048
     batch_size: int = 12  # rows of a micro-step
     gradient_accumulation_steps: int = 40  # micro-steps of an update
+    align: Literal["off", "document"] | None = None  # rows begin with one; None: as prepared
+    long_samples: Literal["drop", "truncate"] = "drop"  # instruction samples beyond the context
+    verify: bool = False  # before the first update check all of the data, not a sample of it
     # the model
     block_size: int = 1024  # context, in tokens
     n_layer: int = 12  # blocks
@@ -146,10 +143,6 @@ class Progress:
     finished: bool = False
 
 
-def say(text: str) -> None:
-    tqdm.write(text)
-
-
 def main(argv: list[str]) -> int:
     loaded = load(TrainSettings, argv, default_config="config/small.py")
     # The allocator may ask for huge pages: 30 times fewer page faults, 15% more tokens/s on a CPU.
@@ -190,9 +183,12 @@ def open_data(s: TrainSettings, source: Path | None) -> Dataset:
     tokenizer = s.tokenizer
     if source and tokenizer is None and is_text(s.dataset):  # of one's own, for given weights
         tokenizer = str(source / "tokenizer.json")
-    data = Dataset(resolve(s.dataset, tokenizer, say), tokenizer=tokenizer)
+    folder = resolve(s.dataset, tokenizer, say)
+    data = Dataset(folder, tokenizer, s.align, s.long_samples, s.verify)
     for split in (data.train, data.val):
         split.require(s.block_size)
+        if data.kind == "instruct":
+            say(split.report(s.block_size, s.batch_size))
     if source:
         runs.same_tokenizer(source, data.tokenizer)
     return data
@@ -247,12 +243,12 @@ class Trainer:
             f"({data.tokenizer.spec}); compile {compiled}")
         say(f"update: {s.batch_size} rows x {s.block_size} tokens x "
             f"{s.gradient_accumulation_steps} micro-steps x 1 process = {tokens:,} tokens")
-        epochs = s.max_iters * tokens / data.train.n_tokens
+        epochs = s.max_iters * tokens / s.block_size / data.train.epoch_rows(s.block_size)
         say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens, "
             f"in {self.path}")
         checkpoint.write_json(self.path / "config.json", {
-            "settings": asdict(s), "device": self.device.type, "dtype": name_of(self.dtype),
-            "dataset_hash": data.hash})
+            "settings": asdict(s), "device": self.device.type,
+            "dtype": str(self.dtype).split(".")[1], "dataset_hash": data.hash})
         self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
         self.wandb = Wandb(s.wandb_log, s.wandb_project, s.wandb_run_name or self.path.name,
                            asdict(s), say)
@@ -301,15 +297,17 @@ class Trainer:
         s, p = self.s, self.progress
         factor = set_lr(self.optimizers, p.step, s)
         n = s.batch_size * s.gradient_accumulation_steps
-        rows = torch.from_numpy(self.data.train.rows(p.rows, n, s.block_size, s.seed))  # (n, T+1)
-        rows = rows.to(self.device, non_blocking=True)
-        n_targets = (rows[:, 1:] >= 0).sum().clamp(min=1)  # of the whole update
+        batches = []  # of x and y (batch_size, T), T <= block_size
+        for row in range(p.rows, p.rows + n, s.batch_size):
+            batch = self.data.train.batch(row, s.batch_size, s.block_size, s.seed)
+            batches.append([torch.from_numpy(a).to(self.device, non_blocking=True) for a in batch])
+        n_targets = sum((y >= 0).sum() for _, y in batches).clamp(min=1)  # of the whole update
         total = torch.zeros((), device=self.device)
-        for micro, part in enumerate(rows.split(s.batch_size)):
+        for micro, (x, y) in enumerate(batches):
             if s.dropout:  # dropout is a function of seed, step and micro-step: no state to save
                 torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
             with self.autocast():
-                loss_sum, _ = self.model(part[:, :-1], part[:, 1:])
+                loss_sum, _ = self.model(x, y)
             self.scaler.scale(loss_sum / n_targets).backward()
             total += loss_sum.detach()
         for o in self.optimizers:
@@ -322,7 +320,8 @@ class Trainer:
             self.scaler.step(o)
             o.zero_grad(set_to_none=True)
         self.scaler.update()
-        p.step, p.rows, p.tokens = p.step + 1, p.rows + n, p.tokens + n * s.block_size
+        tokens = p.tokens + sum(x.numel() for x, _ in batches)
+        p.step, p.rows, p.tokens = p.step + 1, p.rows + n, tokens
         return {"step": p.step, "tokens": p.tokens, "loss": loss, "lr": s.learning_rate * factor,
                 "grad_norm": grad_norm}
 

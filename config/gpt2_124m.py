@@ -1,7 +1,7 @@
 # GPT-2's smallest model on OpenWebText: about four days on 8 A100 by nanoGPT's account.
 # The shape is the default of train.py: 12 layers, 12 heads, width 768, context 1024.
 
-# From documents of your own: python -m data.prepare FOLDER --name=openwebtext --tokenizer=gpt2
+# Downloaded and prepared when missing: 40 GB of text, kept in data/.cache, and 18 GB of shards.
 dataset = "openwebtext"
 
 batch_size = 12

@@ -1,198 +1,204 @@
-"""From documents to a dataset folder, in three passes that each hold a batch of them at most.
+"""From documents to a dataset folder, in passes that hold a few megabytes of them at most.
 
 One for hashes and sizes, from which the split follows; one for the tokenizer, where it learns from
-text; one that writes tokens. The same text gives the same folder, to the byte.
-
-The split: a single text is cut, its first int(0.9 n) characters train (nanoGPT's rule). Of many
-documents one is held out if and only if its own content hash lies below a threshold, so it stays on
-its side whatever is added, removed or reordered around it, and twins are never on both sides.
+text; one that writes tokens. The same text gives the same folder, to the byte, for any number of
+workers, which are threads: tiktoken's engine lets go of Python's lock, and a thread cannot die
+alone, be left behind or start the program anew.
 """
 
-import json
 import os
-import re
-import shutil
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import sha256
-from itertools import chain, zip_longest
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError, read_json
+from data import DataError, instruct
+from data.census import Census, divide, threshold
 from data.dataset import FORMAT, SPLITS
+from data.folder import replacing, write_json
 from data.shards import ShardWriter
-from data.sources import data_root, documents
+from data.sources import Piece, fetched
 from data.tokenizer import Tokenizer, make_tokenizer
 
-BATCH = 8_000_000  # characters of text that are encoded at once
-TRAIN_SHARE = 0.9  # of the characters of a single text
-MIN_VAL_SHARE = 0.01  # of the bytes of many documents, and at least one document
+JOB = 1 << 20  # characters of text that a worker gets at once
+LESSON_BYTES = 1_000_000_000  # of training text at most, for a tokenizer that learns from it
 
 
 def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict",
-            val_fraction: float = 0.05, overwrite: bool = False,
+            val_fraction: float = 0.05, overwrite: bool = False, text_column: str | None = None,
+            align: str | None = None, workers: int | None = None, again: bool = True,
             say: Callable[[str], None] = print) -> Path:
     """Write the dataset `name` and return its folder; whatever stops it, nothing half-made is left.
 
-    sources and errors: see `sources.documents`; tokenizer: see `make_tokenizer`; val_fraction: of
-    many documents, the share that is held out. overwrite: replace a dataset of that name even if
-    it was made from other text or with another tokenizer.
+    sources, errors, text_column: see `sources.documents`; tokenizer: see `make_tokenizer`;
+    val_fraction: of many documents, the share that is held out; align="document": training rows
+    begin with a document where they can; workers: threads that encode, None for one a core.
+    overwrite: replace a dataset of that name even if it was made from other text or with another
+    tokenizer. again=False: leave a dataset of that name as it is, if there is one.
     """
-    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,98}[A-Za-z0-9_-])?", name):
-        raise DataError(f"--name={name}: expected up to 100 letters, digits, '-', '_' and '.', "
-                        "with a letter or digit first and no '.' last")
-    records, skipped, places, sizes = scan(sources, errors)
-    limit = threshold(places, sizes, val_fraction)
-
-    def parts() -> Iterator[tuple[str, str]]:
-        return divide(chain.from_iterable(documents(s, errors) for s in sources), places, limit)
-
-    # An alphabet must know every character; merges are learned, so from training text alone.
-    lesson = (text for split, text in parts() if split == "train" or tokenizer == "char")
-    made = make_tokenizer(tokenizer, lesson)
-    meta = {"format": FORMAT, "name": name, "tokenizer": made.spec, "tokenizer_hash": made.hash,
-            "vocab_size": made.vocab_size, "separator": made.eot, "sources": records,
-            "skipped": skipped, "val_below": limit and f"{limit:016x}"}  # null: cut, see above
-    folder = data_root() / name
-    if folder.exists():
-        if not (folder / "dataset.json").exists():
-            raise DataError(f"{folder} exists and is no dataset; choose another --name")
-        there = meta if overwrite else read_json(folder / "dataset.json")
-        if any(there.get(key) != meta[key] for key in ("sources", "tokenizer_hash")):
-            raise DataError(f"{folder} was made from other text or with another tokenizer "
-                            f"({there.get('tokenizer')}, now {made.spec}); choose another --name, "
-                            "or replace it with --overwrite")
-    temporary, old = (folder.with_name(f".tmp-{name}-{os.getpid()}{end}") for end in ("", "-old"))
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process that had our id
-    temporary.mkdir(parents=True)
-    try:
-        meta["splits"] = _write_shards(temporary, parts(), made, len(places))
-        _write_json(temporary / "tokenizer.json", made.to_json())
-        _write_json(temporary / "dataset.json", meta)
-        if folder.exists():  # folders cannot be exchanged, so the old one steps aside first
-            os.rename(folder, old)
-        os.rename(temporary, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _report(folder, meta, say)
-    return folder
+    workers = cores() if workers is None else workers
+    if not 0 <= workers <= 1024:
+        raise DataError(f"--workers={workers}: expected 0 to 1024 (default: one a core)")
+    with replacing(name, say) as building:
+        if building.there and not again:
+            return building.folder
+        with fetched(sources, text_column, say) as found:
+            census = Census(found, errors, text_column)
+            for _ in tqdm(census.pieces(), "reading", unit=" documents", disable=None):
+                pass
+            if not census.sizes:
+                raise DataError(f"there is no text in {', '.join(sources)} ({census.spell()})")
+            limit = threshold(census.places, census.sizes, val_fraction)
+            if census.kind == "instruct":
+                limit = limit or 0  # a single sample cannot be cut
+            made = make_tokenizer(tokenizer, _lesson(census, limit, tokenizer == "char"))
+            if made.eot is None and (align or census.kind == "instruct"):
+                raise DataError(f"--tokenizer={made.spec} has no separator, which "
+                                f"{'--align=document' if align else 'instruction data'} needs; "
+                                "take byte, bpe:N or a tiktoken encoding")
+            meta = {"format": FORMAT, "name": name, "kind": census.kind, "tokenizer": made.spec,
+                    "tokenizer_hash": made.hash, "vocab_size": made.vocab_size,
+                    "separator": made.eot, "align": align, "sources": census.records,
+                    "skipped": census.skipped,
+                    "val_below": limit and f"{limit:016x}"}  # null: a single text, which is cut
+            if not overwrite:
+                building.refuse_other(meta)
+            folder = building.begin()
+            n, size = len(census.sizes), sum(census.sizes)
+            say(f"{n:,} documents, {size:,} bytes; shards will take "
+                f"{(n + size) * (4 if made.vocab_size > 2**16 else 2):,} bytes at most")
+            meta["splits"] = _write_shards(folder, census, limit, made, workers)
+            write_json(folder / "tokenizer.json", made.to_json())
+            write_json(folder / "dataset.json", meta)
+    _report(building.folder, meta, census, say)
+    return building.folder
 
 
-def scan(sources: list[str], errors: str = "strict") -> tuple[list[dict], dict, array, array]:
-    """Read every document once; returns 16 bytes for each, however long it is.
+def cores() -> int:
+    """How many cores this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # not on a Mac or Windows
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
-    A record {source, sha256, documents, bytes} of each source; counts of files skipped as "empty"
-    and "binary"; the `place` of each document; its size in bytes.
+
+class Encoded(NamedTuple):
+    """What became of some documents of one split."""
+
+    tokens: np.ndarray  # (n,)
+    mask: np.ndarray  # uint8 (n,); of instruction samples only, else empty
+    starts: np.ndarray  # first token of each sample, counted within tokens; else empty
+    documents: int
+    bytes: int
+
+
+def encode(job: list[Piece], tokenizer: Tokenizer) -> Encoded:
+    """The tokens of pieces, each document with the separator before it."""
+    dtype = np.uint32 if tokenizer.vocab_size > 2**16 else np.uint16
+    separator = np.array([] if tokenizer.eot is None else [tokenizer.eot], dtype)
+    tokens, masks, starts, size, n_bytes = [separator[:0]], [], [], 0, 0
+    for piece in job:
+        try:
+            text = instruct.text_of(piece.text) if piece.sample else piece.text
+            if piece.sample:
+                ids, mask = instruct.encode(piece.text, tokenizer)
+                masks.append(mask)
+                starts.append(size)
+                size += ids.size
+            else:
+                ids = tokenizer.encode_array(text)
+                if piece.starts:
+                    tokens.append(separator)
+        except Exception as error:
+            known = isinstance(error, DataError)
+            raise (DataError if known else RuntimeError)(f"{piece.place}: {error}") from error
+        tokens.append(ids)
+        n_bytes += len(text.encode("utf-8"))
+    mask = np.concatenate([np.empty(0, np.uint8), *masks])
+    return Encoded(np.concatenate(tokens, dtype=dtype, casting="unsafe"), mask,
+                   np.array(starts, np.int64), sum(piece.starts for piece in job), n_bytes)
+
+
+def _lesson(census: Census, limit: int | None, everything: bool) -> Iterator[str]:
+    """The text that a tokenizer learns from: training text, every n-th piece where it is much.
+
+    everything: all there is, for an alphabet, which must know every character.
     """
-    records, skipped = [], {"empty": 0, "binary": 0}
-    places, sizes = array("Q"), array("Q")
-    for source in sources:
-        first, together = len(sizes), sha256()
-        for _, text in documents(source, errors, skipped):
-            raw = text.encode("utf-8")
-            alone = sha256(raw)
-            together.update(alone.digest())
-            places.append(place(alone.digest()))
-            sizes.append(len(raw))
-        count = len(sizes) - first
-        name = Path(source).name or source  # where it lay on somebody's disk is no part of it
-        digest = alone if count == 1 else together  # one text's own, or that of all the hashes
-        records.append({"source": name, "sha256": digest.hexdigest(), "documents": count,
-                        "bytes": sum(sizes[first:])})
-    if not sizes:
-        raise DataError(f"there is no text in {', '.join(sources)} ({skipped['empty']} empty and "
-                        f"{skipped['binary']} binary files skipped)")
-    return records, skipped, places, sizes
+    step = 1 if everything else -(-sum(census.sizes) // LESSON_BYTES)
+    for i, (split, piece) in enumerate(divide(census, limit)):
+        if everything or split == "train" and i % step == 0:
+            yield instruct.text_of(piece.text) if piece.sample else piece.text
 
 
-def place(digest: bytes) -> int:
-    """Where a document lies in [0, 2**64): the first 8 bytes of its SHA-256 and nothing else."""
-    return int.from_bytes(digest[:8], "big")
+def _jobs(parts: Iterable[tuple[str, Piece]]) -> Iterator[tuple[str, list[Piece]]]:
+    """Pieces of one split together, JOB characters or little more, in their order."""
+    jobs, sizes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
+    for split, piece in parts:
+        jobs[split].append(piece)
+        sizes[split] += len(piece.text) + 100  # of short ones the overhead counts
+        if sizes[split] >= JOB:
+            yield split, jobs[split]
+            jobs[split], sizes[split] = [], 0
+    yield from jobs.items()
 
 
-def threshold(places: Sequence[int], sizes: Sequence[int], val_fraction: float) -> int | None:
-    """Documents placed below it are held out; None for a single text, which is cut instead.
-
-    It is val_fraction of the range, raised until validation holds MIN_VAL_SHARE of the bytes (so
-    the lowest hashes top it up) and lowered where no document would be left to train on.
-    """
-    if not 0 <= val_fraction < 1:
-        raise DataError(f"--val_fraction={val_fraction}: expected at least 0 and below 1")
-    if len(places) == 1:
-        return None
-    places, sizes = np.array(places, np.uint64), np.array(sizes)
-    order = np.argsort(places)
-    held_bytes = np.cumsum(sizes[order])  # if all up to here were held out
-    enough = np.searchsorted(held_bytes, MIN_VAL_SHARE * held_bytes[-1])
-    limit = max(int(val_fraction * 2**64), int(places[order[enough]]) + 1)
-    return min(limit, int(places.max()))
-
-
-def divide(texts: Iterable[tuple[str, str]], places: Iterable[int],
-           limit: int | None) -> Iterator[tuple[str, str]]:
-    """(split, text) of each (name, text), or of the two parts of a single one if limit is None.
-
-    DataError where the documents are no longer those that were scanned.
-    """
-    for document, scanned in zip_longest(texts, places):
-        name, text = document or ("a document", "")
-        here = place(sha256(text.encode("utf-8")).digest())
-        if here != scanned:
-            raise DataError(f"{name} changed while the sources were being read; run this again")
-        if limit is None:
-            cut = int(TRAIN_SHARE * len(text))
-            yield "train", text[:cut]
-            yield "val", text[cut:]
-        else:
-            yield ("val" if here < limit else "train"), text
+def _in_order(jobs: Iterable[tuple[str, list[Piece]]], work: Callable[[list[Piece]], Encoded],
+              workers: int) -> Iterator[tuple[str, Encoded]]:
+    """(split, work(job)) of each job, in order; threads run a few jobs ahead, never more."""
+    if not workers:
+        yield from ((split, work(job)) for split, job in jobs)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        ahead = deque()
+        try:
+            for split, job in jobs:
+                ahead.append((split, pool.submit(work, job)))
+                if len(ahead) > 2 * workers:
+                    done, future = ahead.popleft()
+                    yield done, future.result()
+            for split, future in ahead:
+                yield split, future.result()
+        finally:  # an error or Ctrl-C waits for no job that has not begun
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _batches(parts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Parts in lists of BATCH characters or little more; no part is cut."""
-    batch, size = [], 0
-    for split, text in parts:
-        batch.append((split, text))
-        size += len(text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def _write_shards(folder: Path, parts: Iterable[tuple[str, str]], tokenizer: Tokenizer,
-                  documents: int) -> dict:
-    """Encode everything into shards; returns {split: {documents, bytes, tokens, shards}}."""
-    writers = {name: ShardWriter(folder, name, tokenizer.vocab_size) for name in SPLITS}
-    splits = {name: {"documents": 0, "bytes": 0} for name in SPLITS}
-    separator = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.uint32)
-    for batch in _batches(tqdm(parts, "encoding", documents, unit=" documents", disable=None)):
-        for name, writer in writers.items():
-            texts = [text for split, text in batch if split == name]
-            ids = [part for ids in tokenizer.encode_batch(texts) for part in (separator, ids)]
-            writer.write(np.concatenate([separator[:0], *ids]))
-            splits[name]["documents"] += len(texts)
-            splits[name]["bytes"] += sum(len(text.encode("utf-8")) for text in texts)
-    for name, writer in writers.items():
-        writer.finish()
-        splits[name]["tokens"] = sum(shard["tokens"] for shard in writer.shards)
-        splits[name]["shards"] = writer.shards
+def _write_shards(folder: Path, census: Census, limit: int | None, tokenizer: Tokenizer,
+                  workers: int) -> dict:
+    """Encode everything into shards; returns {split: {documents, bytes, tokens, shards, ...}}."""
+    kinds = ("tokens", "mask", "starts") if census.kind == "instruct" else ("tokens",)
+    writers = {split: {kind: ShardWriter(folder, split, tokenizer.vocab_size, kind=kind)
+                       for kind in kinds} for split in SPLITS}
+    splits = {split: {"documents": 0, "bytes": 0, "tokens": 0} for split in SPLITS}
+    jobs = _jobs(divide(census, limit))
+    work = partial(encode, tokenizer=tokenizer)
+    with tqdm(desc="encoding", total=sum(census.sizes), unit="B", unit_scale=True,
+              disable=None) as bar, ThreadPoolExecutor(1) as pool:
+        written = []  # by a thread of its own, one job behind
+        for split, encoded in _in_order(jobs, work, workers):
+            so_far = splits[split]
+            encoded.starts[:] += so_far["tokens"]
+            for future in written:
+                future.result()
+            written = [pool.submit(writer.write, getattr(encoded, kind))
+                       for kind, writer in writers[split].items()]
+            so_far["documents"] += encoded.documents
+            so_far["bytes"] += encoded.bytes
+            so_far["tokens"] += encoded.tokens.size
+            bar.update(encoded.bytes)
+    for split, writer in writers.items():
+        for kind in kinds:
+            writer[kind].finish()
+            splits[split]["shards" if kind == "tokens" else kind] = writer[kind].shards
     return splits
 
 
-def _write_json(path: Path, value: dict) -> None:
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _report(folder: Path, meta: dict, say: Callable[[str], None]) -> None:
+def _report(folder: Path, meta: dict, census: Census, say: Callable[[str], None]) -> None:
+    what = "samples" if census.kind == "instruct" else "documents"
     for name, part in meta["splits"].items():
-        say(f"{name}: {part['documents']:,} documents, {part['bytes']:,} bytes, "
+        say(f"{name}: {part['documents']:,} {what}, {part['bytes']:,} bytes, "
             f"{part['tokens']:,} tokens ({part['bytes'] / max(1, part['tokens']):.2f} bytes each)")
-    say("skipped: {empty:,} empty and {binary:,} binary files".format(**meta["skipped"]))
+    say(census.spell())
     say(f"written to {folder} ({meta['tokenizer']}, {meta['vocab_size']:,} ids)")

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from data import DataError, canonical_hash, read_json
-from data.shards import Split, check_header
+from data.instruct import Samples
+from data.shards import Shards, Split, check_header
 from data.tokenizer import from_json, make_tokenizer
 
 FORMAT = 1  # of dataset.json
@@ -15,13 +16,18 @@ SPLITS = ("train", "val")
 class Dataset:
     """A folder that `data.prepare` wrote, or any folder of llm.c shards.
 
+    train and val are a `Split` each, or `Samples` if it is instruction data (kind "instruct").
+    align ("document", "off" or None: as prepared) and long: see `Split` and `Samples`. verify: see
+    the method.
+
     Without `dataset.json` the shards are those named *train*.bin and *val*.bin, and their
     tokenizer is the one given by name, gpt2 by default; with it, both are as recorded there.
     DataError for a folder with no shards, or with parts that do not belong together.
     """
 
-    def __init__(self, folder: str | Path, tokenizer: str | None = None):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, tokenizer: str | None = None,
+                 align: str | None = None, long: str = "drop", verify: bool = False):
+        self.folder, self._long = Path(folder), long
         if (self.folder / "dataset.json").exists():
             self._open_prepared()
         else:
@@ -29,7 +35,12 @@ class Dataset:
         self.vocab_size: int = self.tokenizer.vocab_size
         self.separator: int | None = self.tokenizer.eot
         self.hash = canonical_hash(self.meta)  # of its shards' hashes: equal hash, equal data
+        self.kind: str = self.meta.get("kind", "text")
         self.train, self.val = map(self._split, SPLITS)
+        if (align or self.meta.get("align")) == "document":
+            self._align()
+        if verify:
+            self.verify()
 
     def token_byte_lengths(self) -> np.ndarray:
         """Bytes of text behind each id, int64 (vocab_size,); none behind special ones."""
@@ -61,16 +72,41 @@ class Dataset:
         self.tokenizer = make_tokenizer(tokenizer)
         self.meta["tokenizer_hash"] = self.tokenizer.hash
 
-    def _split(self, name: str) -> Split:
+    def _split(self, name: str) -> Split | Samples:
         try:
-            shards = self.meta["splits"][name]["shards"]
-            paths = [self.folder / shard["file"] for shard in shards]
-            recorded = sum(shard["tokens"] for shard in shards)
+            part = self.meta["splits"][name]
+            paths = {key: [self.folder / shard["file"] for shard in part[key]]
+                     for key in ("shards", "mask", "starts")[:3 if self.kind == "instruct" else 1]}
+            recorded = sum(shard["tokens"] for shard in part["shards"])
         except (KeyError, TypeError):
             raise DataError(f"{self.folder}: dataset.json is broken, it lists no {name} shards; "
                             "prepare the dataset again") from None
-        split = Split(name, paths, self.vocab_size)
+        split = Split(name, paths["shards"], self.vocab_size)
         if split.n_tokens != recorded:
             raise DataError(f"{self.folder}: the {name} shards hold {split.n_tokens:,} tokens, but "
                             f"dataset.json says {recorded:,}; prepare the dataset again")
-        return split
+        if self.kind == "text":
+            return split
+        starts = Shards(paths["starts"], "starts")
+        return Samples(name, split, Shards(paths["mask"], "mask", limit=2),
+                       starts.read(0, starts.n), self.separator, self._long)
+
+    def _align(self) -> None:
+        if self.separator is None or self.kind != "text":
+            raise DataError(f"--align=document: {self.folder} is " + (
+                "instruction data, whose rows are samples" if self.separator is not None else
+                f"without separators (its tokenizer is {self.tokenizer.spec})")
+                + "; leave --align out")
+        self.train.align = self.separator
+
+    def verify(self) -> None:
+        """Read every byte: DataError unless hashes are as recorded and ids in the vocabulary."""
+        for name in SPLITS:
+            part, split = self.meta["splits"][name], getattr(self, name)
+            if self.kind == "text":
+                split.verify(part["shards"])
+            else:
+                split.tokens.verify(part["shards"])
+                split.mask.verify(part["mask"])
+                Shards([self.folder / shard["file"] for shard in part["starts"]],
+                       "starts").verify(part["starts"])

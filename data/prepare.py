@@ -3,19 +3,36 @@
 import argparse
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from data import DataError, did_you_mean, read_json
-from data.build import MIN_VAL_SHARE, prepare, scan
+from data.build import prepare
+from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, Census
 from data.sources import KEYWORDS, data_root
+from data.tokenizer import identity
 
-KNOWN = {  # name: (sources, tokenizer); these are prepared by name alone
-    "stdlib": (["stdlib"], "bpe:4096"),
-    "shakespeare_char": (["shakespeare"], "char"),
-    "shakespeare": (["shakespeare"], "gpt2"),
+
+class Recipe(NamedTuple):
+    """What is prepared by its name alone."""
+
+    source: str
+    tokenizer: str
+    val_fraction: float = 0.05
+
+
+KNOWN = {
+    "stdlib": Recipe("stdlib", "bpe:4096"),
+    "shakespeare_char": Recipe("shakespeare", "char"),
+    "shakespeare": Recipe("shakespeare", "gpt2"),
+    # Large ones, downloaded from the Hugging Face hub. Half a thousandth is held out, as nanoGPT
+    # does with openwebtext; data.census has a least number of bytes besides.
+    "tinystories": Recipe("hf:roneneldan/TinyStories", "gpt2", 0.005),  # 2 GB of text
+    "openwebtext": Recipe("hf:Skylion007/openwebtext", "gpt2", 0.0005),  # 40 GB
+    "fineweb_edu_10b": Recipe("hf:HuggingFaceFW/fineweb-edu:sample-10BT", "gpt2", 0.0005),  # 45 GB
 }
 DEFAULT_TOKENIZER = "bpe:2048"
 
@@ -29,22 +46,22 @@ def resolve(dataset: str, tokenizer: str | None = None,
     spelled like a name. tokenizer: None takes that of the dataset, or bpe:2048 for new text.
     """
     root, path = data_root(), Path(dataset)
-    chosen = tokenizer or DEFAULT_TOKENIZER
-    identity = read_json(Path(chosen)).get("hash") if chosen.endswith(".json") else chosen
+    wanted = identity(tokenizer or DEFAULT_TOKENIZER)
     prepared = sorted(p.parent.name for p in root.glob("[!.]*/dataset.json"))
     if dataset in KNOWN:
-        sources, default = KNOWN[dataset]
-        other = tokenizer and identity != default  # never under the plain name
-        name = f"{dataset}-{sha256(identity.encode()).hexdigest()[:10]}" if other else dataset
+        recipe = KNOWN[dataset]
+        other = tokenizer and wanted != recipe.tokenizer  # never under the plain name
+        name = f"{dataset}-{sha256(wanted.encode()).hexdigest()[:10]}" if other else dataset
         if name not in prepared:
             say(f"preparing {name}")
-            prepare(sources, name, tokenizer or default, say=say)
+            prepare([recipe.source], name, tokenizer or recipe.tokenizer,
+                    val_fraction=recipe.val_fraction, again=False, say=say)
         path = root / name
     elif dataset in prepared:
         path = root / dataset
     if (path / "dataset.json").is_file():
         meta = read_json(path / "dataset.json")
-        if tokenizer and identity not in (meta.get("tokenizer"), meta.get("tokenizer_hash")):
+        if tokenizer and wanted not in (meta.get("tokenizer"), meta.get("tokenizer_hash")):
             raise DataError(
                 f"{path} was prepared with --tokenizer={meta.get('tokenizer')}, not {tokenizer}; "
                 "drop --tokenizer, or make another: python -m data.prepare SOURCE --name=NAME "
@@ -54,12 +71,13 @@ def resolve(dataset: str, tokenizer: str | None = None,
         return path
     if dataset and path.exists():
         source = str(path.absolute())  # Path("./stdlib") alone reads like the keyword
-        (record,), *_ = scan([source])
-        content = f"{record['sha256']} {identity}".encode()
+        census = Census([(path.name, source)], "strict", None)
+        deque(census.pieces(), maxlen=0)
+        content = f"{census.records[0]['sha256']} {wanted}".encode()
         name = f"{stem(source)}-{sha256(content).hexdigest()[:10]}"
         if not (root / name / "dataset.json").is_file():
             say(f"preparing {path} as {name}")
-            prepare([source], name, chosen, say=say)
+            prepare([source], name, tokenizer or DEFAULT_TOKENIZER, again=False, say=say)
         return root / name
     names = sorted({*prepared, *KNOWN})
     raise DataError(f"--dataset={dataset} is no file, no folder and none of the names "
@@ -75,10 +93,11 @@ def is_text(dataset: str) -> bool:
 
 def stem(source: str) -> str:
     """A dataset name for a source: without folder and ending, and only what names may have."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(source).absolute().stem).strip("-_")[:80] or "text"
+    name = Path(source.removesuffix(".gz")).absolute().stem
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_")[:80] or "text"
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line, and an unknown option gets the nearest one named."""
 
     def error(self, message: str) -> NoReturn:
@@ -89,37 +108,54 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0, 2 for a mistake or 130 for Ctrl-C."""
-    parser = _Parser(prog="python -m data.prepare", description=__doc__.splitlines()[0],
-                     allow_abbrev=False)
+    parser = Parser(prog="python -m data.prepare", description=__doc__.splitlines()[0],
+                    allow_abbrev=False)
     add = parser.add_argument
-    add("sources", nargs="+", metavar="SOURCE",
-        help=f"a text file, a folder of texts, {' or '.join(KEYWORDS)}")
+    add("sources", nargs="+", metavar="SOURCE", help="a text file or .jsonl (either also as .gz), "
+        f".parquet, a folder of such, hf:NAME[:CONFIG][:SPLIT] from the Hugging Face hub, - "
+        f"for standard input, {' or '.join(KEYWORDS)}; or one of the names {', '.join(KNOWN)}")
     add("--name", help="of the dataset (default: that of the first source)")
-    add("--tokenizer", metavar="SPEC", help="byte, char, bpe:N, a tiktoken encoding or a "
-        f"tokenizer.json (default: {DEFAULT_TOKENIZER}; for the names "
-        + ", ".join(f"{name} {spec}" for name, (_, spec) in KNOWN.items()) + ")")
+    add("--tokenizer", metavar="SPEC", help="byte, char, bpe:N, a tiktoken encoding (gpt2:FOLDER "
+        f"takes its files from there) or a tokenizer.json (default: {DEFAULT_TOKENIZER}; for the "
+        "names " + ", ".join(f"{name} {recipe.tokenizer}" for name, recipe in KNOWN.items()) + ")")
+    add("--text_column", metavar="NAME", help="of .jsonl, .parquet and hf: the column with the "
+        "text (default: text, or prompt and completion, or messages)")
     add("--errors", choices=("strict", "replace"), default="strict", help="what is not UTF-8 is "
         "refused, or replaced by U+FFFD (default: %(default)s)")
-    add("--val_fraction", type=float, default=0.05, help="share of many documents to hold out, at "
-        f"least {100 * MIN_VAL_SHARE:.0f}%% of their bytes (default: %(default)s)")
+    add("--val_fraction", type=float, help="share of many documents to hold out, at least "
+        f"{100 * MIN_VAL_SHARE:.0f}%% of their bytes or {MIN_VAL_BYTES / 1e6:.0f} MB (default: "
+        "0.05; less for the large names)")
+    add("--align", choices=("document",), help="begin training rows with a document where one is")
+    add("--workers", type=int, help="threads that encode (default: one a core)")
     add("--overwrite", action="store_true", help="replace a dataset that has the name")
     add("--debug", action="store_true", help="show tracebacks")
     args = parser.parse_args(argv)
+    recipe = Recipe("", DEFAULT_TOKENIZER)
+    if len(args.sources) == 1 and args.sources[0] in KNOWN:
+        recipe = KNOWN[args.sources[0]]
 
+    def prepared() -> None:
+        fraction = recipe.val_fraction if args.val_fraction is None else args.val_fraction
+        folder = prepare([recipe.source] if recipe.source else args.sources,
+                         args.name or stem(args.sources[0]), args.tokenizer or recipe.tokenizer,
+                         args.errors, fraction, args.overwrite, args.text_column, args.align,
+                         args.workers)
+        print(f"next: python train.py config/small.py --dataset={folder.name}")
+
+    return run(prepared, args.debug)
+
+
+def run(command: Callable[[], None], debug: bool) -> int:
+    """Run what a command line of this room asks for; returns its exit code."""
     if sys.stdout.errors == "strict":  # a path may have letters that the output's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    sources, tokenizer = args.sources, DEFAULT_TOKENIZER
-    if len(sources) == 1 and sources[0] in KNOWN:
-        sources, tokenizer = KNOWN[sources[0]]
     try:
-        folder = prepare(sources, args.name or stem(args.sources[0]), args.tokenizer or tokenizer,
-                         args.errors, args.val_fraction, args.overwrite)
-        print(f"next: python train.py config/small.py --dataset={folder.name}")
+        command()
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     except (DataError, OSError) as error:
-        if args.debug:
+        if debug:
             raise
         print(error, file=sys.stderr)
         return 2

@@ -1,113 +1,182 @@
 """Token shards on disk, in the layout of llm.c (https://github.com/karpathy/llm.c, dev/data).
 
 A shard is a header of 256 little-endian int32, `[0]` magic, `[1]` version, `[2]` number of tokens,
-the rest zero, and then the tokens: uint16, or uint32 for vocabularies above 65,536.
-
-Which window of a split is training row number i is computed, never stored. Each epoch takes every
-window once, in an order of its own and from starts that an offset of its own shifts. Both follow
-from (seed, epoch), so to resume with another batch size takes no state but a count of rows.
+the rest zero, and then the tokens: uint16, or uint32 for vocabularies above 65,536. Instruction
+data has two files more of that form beside each: what is trained on, and where samples begin.
 """
 
 import hashlib
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from data import DataError
+from data.order import window_starts, windows
 
 HEADER_BYTES = 256 * 4
-DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # by magic and version
-_ROUNDS = 4  # pairs of Feistel rounds, and
-_MIN_BITS = 6  # of its domain: with fewer of either, small permutations fail a chi-square test
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+LAYOUTS = {  # what a file holds: its magic, version and type
+    "tokens": {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")},
+    "mask": {(20261129, 1): np.dtype("u1")},  # 1 where a token is trained on
+    "starts": {(20261130, 1): np.dtype("<i8")},  # of samples, in tokens of their split
+}
+CHUNK = 1 << 20  # numbers or bytes held when a whole file is read
+OPEN_FILES = 64  # of a split at a time: a Mac grants a process 256, and 10B tokens have 100 shards
 
 
 class ShardWriter:
-    """Writes one split as a stream of ids, in files <split>_000000.bin, ... of a folder.
+    """Writes one split as a stream of numbers, in files <split>_000000.bin, ... of a folder.
 
+    kind: one of LAYOUTS; files of another than "tokens" have it in their name, before `.bin`.
     shards: the finished ones, {file, tokens, sha256} each; one at least, if without tokens.
     """
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int = 100_000_000):
+    def __init__(self, folder: Path, split: str, vocab_size: int = 0,
+                 shard_tokens: int = 100_000_000, kind: str = "tokens"):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.shards: list[dict] = []
-        self._magic, self._dtype = list(DTYPES.items())[vocab_size > 2**16]
+        self._suffix = ".bin" if kind == "tokens" else f".{kind}.bin"
+        self._magic, self._dtype = list(LAYOUTS[kind].items())[vocab_size > 2**16]
         self._begin()
 
     def write(self, ids: np.ndarray) -> None:
-        """Append ids, integers (n,), all below vocab_size."""
-        ids = np.asarray(ids).astype(self._dtype)
+        """Append integers (n,); token ids are all below vocab_size."""
+        ids = np.asarray(ids).astype(self._dtype, copy=False)
         while ids.size:
             if self._tokens == self.shard_tokens:
                 self.finish()
                 self._begin()
             part, ids = np.split(ids, [self.shard_tokens - self._tokens])
-            with open(self._path, "ab") as file:
-                file.write(part.tobytes())
+            self._file.write(np.ascontiguousarray(part))
             self._tokens += part.size
 
     def finish(self) -> None:
         """Complete the shard that is being written: header, fsync, hash."""
         header = np.zeros(256, dtype="<i4")
         header[:3] = *self._magic, self._tokens  # the count is known only now
-        sha256 = hashlib.sha256()
-        with open(self._path, "r+b") as file:
-            file.write(header.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        with self._file as file:
             file.seek(0)
-            while chunk := file.read(1 << 20):
-                sha256.update(chunk)
+            file.write(header)
+            os.fsync(file.fileno())
         self.shards.append(
-            {"file": self._path.name, "tokens": self._tokens, "sha256": sha256.hexdigest()})
+            {"file": self._path.name, "tokens": self._tokens, "sha256": file_hash(self._path)})
 
     def _begin(self) -> None:
-        self._path = self.folder / f"{self.split}_{len(self.shards):06d}.bin"
-        self._path.write_bytes(bytes(HEADER_BYTES))
+        self._path = self.folder / f"{self.split}_{len(self.shards):06d}{self._suffix}"
+        self._file = open(self._path, "wb", buffering=0)
+        self._file.write(bytes(HEADER_BYTES))
         self._tokens = 0
 
 
-def check_header(path: Path) -> tuple[int, np.dtype]:
-    """Number of tokens of a shard, and their type; DataError says what is wrong with the file."""
+def file_hash(path: Path) -> str:
+    """Hex SHA-256 of a file of any size."""
+    sha256, buffer = hashlib.sha256(), bytearray(CHUNK)
+    with open(path, "rb", buffering=0) as file:
+        while n := file.readinto(buffer):
+            sha256.update(memoryview(buffer)[:n])
+    return sha256.hexdigest()
+
+
+def check_header(path: Path, kind: str = "tokens") -> tuple[int, np.dtype]:
+    """How many numbers a file holds, and their type; DataError says what is wrong with it."""
     if not path.is_file():
         raise DataError(f"{path} is missing; prepare the dataset again")
     with open(path, "rb") as file:
         raw = file.read(12)
     magic, version, count = np.frombuffer(raw.ljust(12, b"\0"), dtype="<i4").tolist()
-    dtype = DTYPES.get((magic, version))
+    dtype = LAYOUTS[kind].get((magic, version))
     if dtype is None:
         raise DataError(
-            f"{path} is no token shard: it begins with {magic}, {version} and not with one of "
-            f"{list(DTYPES)} (as nanoGPT's .bin files); prepare the text with data.prepare")
+            f"{path} is no {kind.rstrip('s')} shard: it begins with {magic}, {version} and not one "
+            f"of {list(LAYOUTS[kind])}; prepare the text with data.prepare, or convert "
+            "nanoGPT's .bin files with python -m extras.nanogpt_bin")
     size, expected = path.stat().st_size, HEADER_BYTES + count * dtype.itemsize
     if size != expected or count < 0:
-        raise DataError(f"{path} is torn: its {count:,} tokens make {expected:,} bytes, but it has "
+        raise DataError(f"{path} is torn: its {count:,} {kind} make {expected:,} bytes, but it has "
                         f"{size:,}; prepare or download it again")
     return count, dtype
 
 
-class Split:
-    """The tokens of one split, in one or more shards, read as if they were one array.
+class Shards:
+    """The numbers of one split, in one or more shards, read as if they were one array.
 
-    Opening checks every shard: it exists, has a known header and the size that this promises, and
-    a sample of its ids is below vocab_size, as all are when they are read. DataError if not.
+    Opening checks every file: it exists, has a known header and the size that this promises, and a
+    sample of its numbers is below `limit`, as all are when they are read. DataError if not.
     It reads by seeking: threads and forked processes need one each.
     """
 
-    def __init__(self, name: str, paths: list[Path], vocab_size: int):
-        self.name, self.paths, self.vocab_size = name, paths, vocab_size
-        counts, self._dtypes = zip(*map(check_header, paths), strict=True)
+    def __init__(self, paths: Sequence[Path], kind: str = "tokens", limit: int = 2**62):
+        self.paths, self.limit = list(paths), limit
+        counts, self._dtypes = zip(*(check_header(path, kind) for path in paths), strict=True)
+        self._widest = max(self._dtypes, key=lambda dtype: dtype.itemsize)
         self._bounds = np.cumsum([0, *counts]).tolist()  # of the shards, in tokens of the split
-        self.n_tokens: int = self._bounds[-1]
+        self.n: int = self._bounds[-1]
         # Plain files, not memory maps: pages touched through a map count as resident, so that a
         # run over much data seems to eat all memory (nanoGPT PR#428).
-        self._files = [open(path, "rb", buffering=0) for path in paths]
+        self._open = lru_cache(OPEN_FILES)(lambda i: open(self.paths[i], "rb", buffering=0))
         for begin, count in zip(self._bounds, counts, strict=False):
             n = min(4096, count)
             for start in np.linspace(begin, begin + count - n, 16).astype(int).tolist():
                 self.read(start, n)
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """Numbers start .. start + n - 1, int64 (n,); DataError where one is not below limit."""
+        return self.read_rows([start], n)[0]
+
+    def read_rows(self, starts: Sequence[int], n: int) -> np.ndarray:
+        """n numbers from each start on, int64 (len(starts), n); DataError as in `read`."""
+        out = np.empty((len(starts), n), self._widest)
+        for row, start in zip(out, starts, strict=True):
+            self._fill(row, start)
+        if out.size and out.max() >= self.limit:
+            i, j = np.argwhere(out >= self.limit)[0].tolist()
+            shard = bisect_right(self._bounds, starts[i] + j) - 1
+            raise DataError(
+                f"{self.paths[shard]}: token {starts[i] + j - self._bounds[shard]} has id "
+                f"{out[i, j]}, but the vocabulary has {self.limit} ids; the tokenizer is not the "
+                "shards' own")
+        return out.astype(np.int64)
+
+    def _fill(self, row: np.ndarray, start: int) -> None:
+        done = 0
+        while done < row.size:
+            shard = bisect_right(self._bounds, start + done) - 1
+            count = min(row.size - done, self._bounds[shard + 1] - start - done)
+            dtype, file = self._dtypes[shard], self._open(shard)
+            part = row[done:done + count]
+            raw = part if part.dtype == dtype else np.empty(count, dtype)
+            file.seek(HEADER_BYTES + (start + done - self._bounds[shard]) * dtype.itemsize)
+            if file.readinto(raw) < raw.nbytes:
+                raise DataError(f"{self.paths[shard]} was cut while in use; prepare it again")
+            if raw is not part:
+                part[:] = raw
+            done += count
+
+    def verify(self, recorded: list[dict]) -> None:
+        """Read everything: each file has the recorded hash, and each number is below limit."""
+        for path, record in zip(self.paths, recorded, strict=True):
+            if record.get("sha256") and (got := file_hash(path)) != record["sha256"]:
+                raise DataError(f"{path} has SHA-256 {got}, but dataset.json says "
+                                f"{record['sha256']}; prepare or download it again")
+        chunks = range(0, self.n, CHUNK)
+        for start in tqdm(chunks, "checking ids", unit=" Mi", leave=False, disable=None):
+            self.read(start, min(CHUNK, self.n - start))
+
+
+class Split(Shards):
+    """The tokens of one split, and which of them are a training row or an evaluation window.
+
+    align: None, or the separator of documents: rows then begin with one wherever they can.
+    """
+
+    def __init__(self, name: str, paths: Sequence[Path], vocab_size: int):
+        super().__init__(paths, "tokens", vocab_size)
+        self.name, self.vocab_size, self.n_tokens = name, vocab_size, self.n
+        self.align: int | None = None
 
     def require(self, block_size: int) -> None:
         """DataError unless one window of block_size + 1 tokens fits."""
@@ -116,28 +185,6 @@ class Split:
                 f"the {self.name} split has {self.n_tokens:,} tokens, but --block_size={block_size}"
                 f" needs {block_size + 1:,}; set a smaller --block_size or prepare more text")
 
-    def read(self, start: int, n: int) -> np.ndarray:
-        """Tokens start .. start + n - 1, int64 (n,); DataError where one is >= vocab_size."""
-        out, done = np.empty(n, dtype=np.int64), 0
-        while done < n:
-            shard = bisect_right(self._bounds, start + done) - 1
-            path, dtype = self.paths[shard], self._dtypes[shard]
-            at = start + done - self._bounds[shard]
-            count = min(n - done, self._bounds[shard + 1] - start - done)
-            self._files[shard].seek(HEADER_BYTES + at * dtype.itemsize)
-            raw = self._files[shard].read(count * dtype.itemsize)
-            if len(raw) < count * dtype.itemsize:
-                raise DataError(f"{path} was cut while in use; prepare it again")
-            ids = np.frombuffer(raw, dtype)
-            if ids.max() >= self.vocab_size:
-                i = int(np.argmax(ids >= self.vocab_size))
-                raise DataError(
-                    f"{path}: token {at + i} has id {ids[i]}, but the vocabulary has "
-                    f"{self.vocab_size} ids; the tokenizer is not the shards' own")
-            out[done:done + count] = ids
-            done += count
-        return out
-
     def rows(self, first: int, n: int, block_size: int, seed: int) -> np.ndarray:
         """Training rows first .. first + n - 1, int64 (n, block_size + 1).
 
@@ -145,11 +192,37 @@ class Split:
         is the same whatever was read before and in whatever batches (see `window_starts`).
         """
         self.require(block_size)
-        out = np.empty((n, block_size + 1), dtype=np.int64)
-        starts = window_starts(first, n, self.n_tokens, block_size, seed)
-        for row, start in zip(out, starts, strict=True):
-            row[:] = self.read(start, block_size + 1)
-        return out
+        return self.read_rows(self.row_starts(first, n, block_size, seed), block_size + 1)
+
+    def row_starts(self, first: int, n: int, block_size: int, seed: int) -> list[int]:
+        """The first token of each of these training rows."""
+        starts = window_starts(first, n, self._span(block_size), block_size, seed)
+        if self.align is None:
+            return starts
+        return [self._aligned(start, block_size) for start in starts]
+
+    def _span(self, block_size: int) -> int:
+        """How many tokens windows are laid out over; aligned ones have room to move at the end."""
+        return max(block_size + 1, self.n_tokens - (0 if self.align is None else block_size))
+
+    def _aligned(self, start: int, block_size: int) -> int:
+        """Where the first document begins in the block_size tokens from start on, else start.
+
+        So no two windows of an epoch begin at the same document; what lies between a window's end
+        and the next one's start is left to another epoch, whose windows lie elsewhere.
+        """
+        n = min(block_size, self.n_tokens - block_size - start)
+        begins = np.flatnonzero(self.read(start, n) == self.align)
+        return start + int(begins[0]) if begins.size else start
+
+    def batch(self, first: int, n: int, block_size: int, seed: int) -> tuple[np.ndarray, ...]:
+        """Inputs and targets of rows first .. first + n - 1, each int64 (n, block_size)."""
+        rows = self.rows(first, n, block_size, seed)
+        return rows[:, :-1], rows[:, 1:]
+
+    def epoch_rows(self, block_size: int) -> int:
+        """Rows of an epoch, from which on they come again in another order."""
+        return windows(self._span(block_size), block_size)
 
     def fixed_windows(self, block_size: int) -> int:
         """Number of evaluation windows: every token but the first is a target exactly once."""
@@ -169,48 +242,3 @@ class Split:
             tokens = self.read(start, targets + 1)
             x[:targets], y[:targets] = tokens[:-1], tokens[1:]
         return x.reshape(n, block_size), y.reshape(n, block_size)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit integers so that near ones land far apart (the finalizer of splitmix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _feistel(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
-    """One bijection of [0, 2**bits) per key: each half is XORed with a hash of the other."""
-    low_bits = np.uint64(bits // 2)
-    low_mask, high_mask = np.uint64(2**(bits // 2) - 1), np.uint64(2**(bits - bits // 2) - 1)
-    low, high = x & low_mask, x >> low_bits
-    for _ in range(_ROUNDS):
-        key = key + _GOLDEN
-        low = low ^ (_mix(high + key) & low_mask)
-        high = high ^ (_mix(low - key) & high_mask)
-    return (high << low_bits) | low
-
-
-def permute(index: np.ndarray, key: np.ndarray, size: int) -> np.ndarray:
-    """Permute [0, size): indices (n,) and a key for each (n,), uint64, to (n,) uint64.
-
-    The network covers a power of two; what lands outside walks on along its cycle until it is
-    inside (Black and Rogaway 2002), which is still a bijection.
-    """
-    bits = max(_MIN_BITS, (size - 1).bit_length())
-    out = _feistel(index, key, bits)
-    while (outside := np.flatnonzero(out >= size)).size:
-        out[outside] = _feistel(out[outside], key[outside], bits)
-    return out
-
-
-def window_starts(first: int, n: int, n_tokens: int, block_size: int, seed: int) -> list[int]:
-    """First token of each of the rows first .. first + n - 1.
-
-    Windows lie block_size tokens apart. An epoch's offset is anywhere up to the number of tokens
-    left over when all windows stand end to end, so every token gets its turn.
-    """
-    windows = max(1, (n_tokens - 1) // block_size - 1)  # one fewer than fit: room for the shift
-    epoch, index = np.divmod(np.arange(first, first + n, dtype=np.uint64), np.uint64(windows))
-    key = _mix(_mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN) + epoch)
-    offset = _mix(key ^ _GOLDEN) % np.uint64(n_tokens - windows * block_size)
-    return (offset + permute(index, key, windows) * np.uint64(block_size)).tolist()

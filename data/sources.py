@@ -1,14 +1,22 @@
-"""Where text comes from: a keyword, a text file or a folder becomes a stream of documents."""
+"""Where text comes from: files, folders, hubs and pipes, each a stream of documents."""
 
+import json
 import os
+import re
+import shutil
+import sys
 import sysconfig
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from http.client import HTTPException
 from pathlib import Path
 
-from data import DataError
+from tqdm import tqdm
+
+from data import DataError, canonical_hash, formats
+from data.formats import Piece
 
 KEYWORDS = ("stdlib", "shakespeare")
 SHAKESPEARE_URL = (
@@ -16,7 +24,8 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 STDLIB_MIN_BYTES = 2_000_000  # a whole one has 10 MB and more
-BINARY_PROBE_BYTES = 8192  # a NUL among the first ones marks a file in a folder as binary
+STDIN = ("-", "-.jsonl")
+HUB_SPLITS = ("train", "validation", "test")
 
 
 def data_root() -> Path:
@@ -24,32 +33,132 @@ def data_root() -> Path:
     return Path(os.environ.get("BONSAI_DATA") or Path(__file__).parent).absolute()
 
 
-def documents(source: str, errors: str = "strict",
-              skipped: dict[str, int] | None = None) -> Iterator[tuple[str, str]]:
-    """(name, text) of each document of a source, in an order that depends on nothing but names.
+def documents(source: str, errors: str = "strict", text_column: str | None = None,
+              skipped: dict[str, int] | None = None) -> Iterator[Piece]:
+    """Every document of a source, in an order that depends on nothing but names.
 
-    source: `stdlib` (Python's own library), `shakespeare` (downloaded once), a text file (one
-    document) or a folder (one a file, without hidden ones). ./stdlib is a path, not the keyword.
-    errors: "strict" refuses bytes that are not UTF-8, "replace" puts U+FFFD in their place.
-    skipped: counts what is left out, under "empty" and "binary".
+    source: `stdlib` (Python's own library), `shakespeare` (downloaded once), a file or a folder (of
+    files, without hidden ones). ./stdlib is a path, not the keyword. Lines of .jsonl and .ndjson
+    and rows of .parquet are documents; any other file is one, as text; .gz is unpacked first.
+    errors: "strict" refuses what is not UTF-8, "replace" puts U+FFFD in its place. text_column: of
+    lines and rows; None takes "text", or all of an instruction sample (see `instruct.has_form`).
+    skipped: counts what is left out, under "empty", "binary" and "without target".
     """
-    skipped = {"empty": 0, "binary": 0} if skipped is None else skipped
+    skipped = {} if skipped is None else skipped
     for name, path in _files(source):
-        with open(path, "rb") as file:  # not as text, which would change line ends
-            head = file.read(BINARY_PROBE_BYTES)
-            if b"\0" in head and name != source:  # a file that was named itself is taken as text
-                skipped["binary"] += 1
-                continue
-            raw = head + file.read()
-        if not raw:
-            skipped["empty"] += 1
-            continue
-        try:
-            yield name, raw.decode("utf-8", errors=errors)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}: byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8; save "
-                "the file as UTF-8, or put U+FFFD there with --errors=replace") from None
+        named = path == Path(source)
+        yield from formats.read(name, path, named, errors, text_column, skipped)
+
+
+@contextmanager
+def fetched(sources: list[str], text_column: str | None = None,
+            say: Callable[[str], None] = print) -> Iterator[list[tuple[str, str]]]:
+    """(name for the manifest, source for `documents`) of each source, in their order.
+
+    `hf:NAME[:CONFIG][:SPLIT]` and standard input, which cannot be read twice, are first written
+    to a file in .cache; standard input's is deleted in the end. Where a source lies on somebody's
+    disk is no part of its name.
+    """
+    cache, spools, found = data_root() / ".cache", [], []
+    if sum(source in STDIN for source in sources) > 1:
+        raise DataError(f"standard input ({' or '.join(STDIN)}) can be given only once")
+    _clear(cache)
+    try:
+        for source in sources:
+            if source in STDIN:
+                cache.mkdir(parents=True, exist_ok=True)
+                spools.append(cache / f"stdin-{os.getpid()}{source[1:]}")
+                if sys.stdin.isatty():
+                    say("reading what is typed, until Ctrl-D (Ctrl-Z and Enter on Windows)")
+                with open(spools[-1], "wb") as file:
+                    shutil.copyfileobj(sys.stdin.buffer, file, formats.BLOCK)
+                found.append(("stdin", str(spools[-1])))
+            elif source.startswith("hf:"):
+                found.append(_download(source, cache, text_column, say))
+            else:
+                found.append((Path(source).name or source, source))
+        yield found
+    finally:
+        for spool in spools:
+            spool.unlink(missing_ok=True)
+
+
+def _clear(cache: Path) -> None:
+    """Delete what processes that were killed have left in the cache."""
+    for path in cache.glob("*-*") if os.name != "nt" else ():  # where os.kill(pid, 0) kills
+        if left := re.fullmatch(r"(?:stdin|\.tmp)-(?:.*-)?(\d+)(?:\.jsonl)?", path.name):
+            try:
+                os.kill(int(left[1]), 0)
+            except ProcessLookupError:
+                path.unlink(missing_ok=True)
+            except OSError:  # it lives, and is somebody else's
+                pass
+
+
+def _download(source: str, cache: Path, text_column: str | None,
+              say: Callable[[str], None]) -> tuple[str, str]:
+    """Write a data set of the hub, or a local one, as JSON lines, unless they are there."""
+    parts = re.fullmatch(r"hf:((?:[A-Za-z]:[\\/])?[^:]+)(?::([^:]*))?(?::([^:]+))?", source)
+    if not parts:
+        raise DataError(f"{source}: expected hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT, "
+                        "hf:NAME:CONFIG:SPLIT or hf:NAME::SPLIT")
+    name, config, split = parts.groups()
+    if split is None and config in HUB_SPLITS:
+        config, split = None, config
+    local = [path for path in sorted(Path(name).rglob("*")) if path.is_file()]
+    state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in local]
+    key = canonical_hash([source, text_column, state])[:10]  # a local folder may change
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", source[3:]).strip("-.")[-80:]
+    path = cache / f"hf-{readable}-{key}.jsonl"
+    shown = source.replace(name, Path(name).absolute().name) if local else source
+    if path.exists():
+        say(f"{source}: using {path} ({path.stat().st_size:,} bytes), downloaded before; it may be "
+            "deleted")
+        return shown, str(path)
+    cache.mkdir(parents=True, exist_ok=True)
+    say(f"{source}: writing to {path}, on a disk with {shutil.disk_usage(cache).free / 1e9:,.1f} "
+        "GB of room")
+    temporary = cache / f".tmp-{path.stem}-{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            records = _stream(source, name, config or None, split or "train", text_column)
+            for record in tqdm(records, source, unit=" documents", disable=None):
+                # Of what JSON lacks, as dates, comes null: `documents` says that it is no text.
+                record = formats.without_null(record)
+                file.write(json.dumps(record, ensure_ascii=False, default=lambda _: None) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return shown, str(path)
+
+
+def _stream(source: str, name: str, config: str | None, split: str,
+            text_column: str | None) -> Iterator[dict]:
+    """The records of a data set, with the columns that are needed."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{source} needs the library `datasets`: pip install datasets") from None
+    try:
+        stream = datasets.load_dataset(name, config, split=split, streaming=True)
+        there = stream.column_names or next(iter(stream), {})
+        if there:
+            yield from stream.select_columns(formats.columns(there, source, text_column))
+    except DataError:
+        raise
+    except Exception as error:  # the library's, and those of the ones below it, share no base
+        reason = formats.one_line(error)
+        if "script" in reason:
+            way = ("loader scripts are no longer run; give a data set without one, or a folder of "
+                   "its parquet or jsonl files")
+        elif isinstance(error, ValueError):
+            way = "expected hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT"
+        else:
+            way = ("check name and network, or download its parquet or jsonl files elsewhere and "
+                   "give their folder")
+        raise DataError(f"{source}: {type(error).__name__}: {reason}; {way}") from None
 
 
 def _files(source: str) -> list[tuple[str, Path]]:
@@ -63,8 +172,9 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return [(source, path)]
     if path.is_dir():
         return _walk(path, lambda name: not name.startswith("."))
-    raise DataError(f"there is no file or folder {source!r}; a source is a text file, a folder of "
-                    f"texts or one of {', '.join(KEYWORDS)}")
+    raise DataError(f"there is no file or folder {source!r}; a source is a text, .jsonl or "
+                    ".parquet file, a folder of them, hf:NAME, - (standard input) or one of "
+                    f"{', '.join(KEYWORDS)}")
 
 
 def _stdlib(folder: Path) -> list[tuple[str, Path]]:

@@ -6,27 +6,26 @@ checkpoint which carries it needs neither network nor dataset to speak.
 """
 
 import re
+import sys
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from data import DataError, canonical_hash, did_you_mean, read_json
+from data.vocabulary import GPT2_PATTERN, cut, fetch, learn
 
 FORMAT = 1  # of the JSON
 EOT = "<|endoftext|>"
-MAX_SIZE = 1_000_000  # of a trained vocabulary: beyond lies a typing error
-LESSON = 1 << 20  # characters; the trainer makes an object of each word in what it gets at once
-# Where words begin (GPT-2's rule, in tiktoken's possessive spelling): no token straddles two words.
-GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
-                r"|\s++$|\s+(?!\S)|\s")
+EXTRAS = Path(__file__).parent.parent / "extras"
 
 
 class Tokenizer:
-    """What all kinds share; a kind adds `_encode(text, unknown)`.
+    """What all kinds share; a kind adds `encode_array`.
 
     spec: how a user names it. vocab_size: ids are 0 .. vocab_size - 1. special: {name: id} of ids
     that are no text. eot: the one that stands before every document, None without (char).
@@ -49,12 +48,11 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise DataError(f"lone surrogate {text[error.start]!r} at position {error.start} is no "
                             "text; give the text as UTF-8") from None
-        return self._encode(text, unknown).tolist()
+        return self.encode_array(text, unknown).tolist()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of several texts decoded from UTF-8, integers (n,) each, by several threads."""
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(self._encode, texts))
+    def encode_array(self, text: str, unknown: str = "error") -> np.ndarray:
+        """`encode` of a text that came from UTF-8: unsigned integers (n,) of 1, 2 or 4 bytes."""
+        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8, as of half a character, become U+FFFD."""
@@ -78,7 +76,7 @@ class ByteTokenizer(Tokenizer):
         tokens = [bytes([b]) for b in range(256)] + [EOT.encode()]
         super().__init__("byte", "byte", tokens, {EOT: 256}, {})
 
-    def _encode(self, text: str, unknown: str = "error") -> np.ndarray:
+    def encode_array(self, text: str, unknown: str = "error") -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
 
@@ -89,15 +87,18 @@ class CharTokenizer(Tokenizer):
         self.alphabet = "".join(sorted(set(alphabet)))
         if not self.alphabet:
             raise DataError("a `char` tokenizer needs text with at least one character")
-        self._codes = _code_points(self.alphabet)
+        size = len(self.alphabet)
+        self._ids = np.full(sys.maxunicode + 1, size, np.min_scalar_type(size))  # size: unknown
+        self._ids[_code_points(self.alphabet)] = np.arange(size)
         tokens = [c.encode("utf-8") for c in self.alphabet]
         super().__init__("char", "char", tokens, {}, {"alphabet": self.alphabet})
 
-    def _encode(self, text: str, unknown: str = "error") -> np.ndarray:
-        codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
-        known = self._codes[ids] == codes
-        if unknown != "skip" and not known.all():
+    def encode_array(self, text: str, unknown: str = "error") -> np.ndarray:
+        ids = self._ids[_code_points(text)]
+        known = ids < self.vocab_size
+        if known.all():
+            return ids
+        if unknown != "skip":
             position = int(np.argmin(known))
             raise DataError(f"the character {text[position]!r} at position {position} is none of "
                             f"the {self.vocab_size} in this `char` vocabulary; leave it out, or "
@@ -119,95 +120,118 @@ class BPETokenizer(Tokenizer):
     def __init__(self, spec: str, pattern: str, tokens: list[bytes | None], special: dict):
         import tiktoken
 
+        self._pattern = pattern
         ranks = {token: id for id, token in enumerate(tokens) if token is not None}
-        self._engine = tiktoken.Encoding(
-            spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        # One special token that no text can yield, since none is allowed in `encode_array`, with an
+        # id beyond the last. Without any, tiktoken looks for "" at every character: half as fast.
+        self._engine = tiktoken.Encoding(spec, pat_str=pattern, mergeable_ranks=ranks,
+                                         special_tokens={EOT: len(tokens)})
         names = {id: name.encode("utf-8") for name, id in special.items()}
         filled = [names.get(id, token or b"") for id, token in enumerate(tokens)]
         written = [t if t is None else b64encode(t).decode("ascii") for t in tokens]
         super().__init__("bpe", spec, filled, special,
                          {"pattern": pattern, "special": special, "tokens": written})
 
-    def _encode(self, text: str, unknown: str = "error") -> np.ndarray:
-        return self._engine.encode_to_numpy(text, disallowed_special=())
+    def encode_array(self, text: str, unknown: str = "error") -> np.ndarray:
+        try:
+            return self._run(text)
+        except DataError:
+            parts = list(cut(text, self._pattern))
+            if len(parts) == 1:
+                raise
+            return np.concatenate([self._run(part) for part in parts])
+
+    def _run(self, text: str) -> np.ndarray:
+        try:
+            return self._engine.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+        except BaseException as error:  # as a panic in Rust is no Exception
+            if type(error).__name__ not in ("PanicException", "ValueError"):
+                raise
+            raise DataError(f"tiktoken gives up on a text of {len(text):,} characters ({error}); "
+                            "shorten runs of 100,000 spaces, if it has any") from None
 
 
 def make_tokenizer(spec: str, texts: Iterable[str] = ()) -> Tokenizer:
-    """The tokenizer a user names: byte, char, bpe:N, a tiktoken encoding, or a tokenizer.json.
+    """The tokenizer a user names.
 
+    spec: byte, char, bpe:N, a tiktoken encoding (gpt2, or gpt2:FOLDER with its vocabulary files),
+    a path to a tokenizer.json, or NAME:ARGUMENT for extras/NAME.py.
     texts are read once, by `char` for its alphabet and by `bpe:N` for its merges.
     """
+    import tiktoken
+
+    name, colon, argument = spec.partition(":")
     if spec == "byte":
         return ByteTokenizer()
     if spec == "char":
         return CharTokenizer(chain.from_iterable(texts))
     if size := re.fullmatch(r"bpe:([0-9]{1,9})", spec):
-        return _train_bpe(spec, int(size[1]), texts)
+        tokens = learn(int(size[1]), texts)
+        return BPETokenizer(spec, GPT2_PATTERN, [*tokens, None], {EOT: len(tokens)})
+    encodings = tiktoken.list_encoding_names()
+    if name in encodings:
+        return BPETokenizer(name, *fetch(name, argument))
+    if colon and name in _extras():
+        return _extra(name).make(argument)
     if spec.endswith(".json"):
         return from_json(read_json(Path(spec)))
-    return _from_tiktoken(spec)
+    more = [f"{name}:..." for name in _extras()]
+    hint = did_you_mean(spec, ["byte", "char", "bpe:2048", *encodings, *more])
+    raise DataError(f"--tokenizer={spec} is none of byte, char, bpe:N, a path to a tokenizer.json, "
+                    f"{', '.join([*more, ''])}and tiktoken's {', '.join(encodings)}{hint}")
+
+
+def identity(spec: str) -> str:
+    """What is recorded of a tokenizer that is named so: its `spec`, or its `hash` if of a file."""
+    import tiktoken
+
+    name, colon, _ = spec.partition(":")
+    if name in tiktoken.list_encoding_names():
+        return name
+    of_a_file = spec.endswith(".json") or (colon and name in _extras())
+    return make_tokenizer(spec).hash if of_a_file else spec
 
 
 def from_json(value: dict) -> Tokenizer:
     """The tokenizer that `to_json` described; DataError when it would describe itself otherwise."""
     try:
-        if value["format"] != FORMAT:
-            raise ValueError(f"its format is {value['format']!r}, expected {FORMAT}")
-        if value["kind"] == "byte":
+        kind, version = value["kind"], value["format"]
+        if version != FORMAT:
+            newer = isinstance(version, int) and version > FORMAT
+            raise DataError(f"a tokenizer JSON of format {version!r}, expected {FORMAT}; "
+                            + ("a newer version wrote it, update this clone" if newer else
+                               "restore the file"))
+        if kind == "byte":
             tokenizer = ByteTokenizer()
-        elif value["kind"] == "char":
+        elif kind == "char":
             tokenizer = CharTokenizer(value["alphabet"])
-        else:
+        elif kind == "bpe":
             tokens = [t if t is None else b64decode(t) for t in value["tokens"]]
             tokenizer = BPETokenizer(value["spec"], value["pattern"], tokens, value["special"])
+        elif kind in _extras():
+            tokenizer = _extra(kind).load(value)
+        else:
+            raise DataError(f"a tokenizer JSON of kind {kind!r} is none of "
+                            f"{', '.join(['byte', 'char', 'bpe', *_extras()])}; add the "
+                            f"extras/{kind}.py that wrote it")
         if tokenizer.to_json() != value:
             raise ValueError("its hash does not fit its content")
+    except DataError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"broken tokenizer JSON ({type(error).__name__}: {error}); restore the "
                         "file, or prepare the dataset again") from None
     return tokenizer
 
 
-def _train_bpe(spec: str, size: int, texts: Iterable[str]) -> BPETokenizer:
-    """Learn up to `size` ids from texts with Hugging Face `tokenizers`; the last one is eot.
-
-    There are fewer if the texts have no more pairs that occur twice. The engine is tiktoken all
-    the same: on the standard library it gave the same ids as `tokenizers`, five times faster.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    if not 257 <= size <= MAX_SIZE:
-        raise DataError(f"{spec}: expected a size of 257 (bytes and end-of-text) to {MAX_SIZE:,}")
-    # GPT-2's vocabulary files write each byte as a letter, itself where it is printable.
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    letters = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    trainer = trainers.BpeTrainer(vocab_size=size - 1, min_frequency=2, show_progress=False,
-                                  initial_alphabet=list(letters))
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pieces = (text[i:i + LESSON] for text in texts for i in range(0, len(text), LESSON))
-    learner.train_from_iterator(pieces, trainer)
-    vocabulary = learner.get_vocab()
-    tokens = [bytes(map(letters.get, token)) for token in sorted(vocabulary, key=vocabulary.get)]
-    return BPETokenizer(spec, GPT2_PATTERN, [*tokens, None], {EOT: len(tokens)})
+def _extras() -> list[str]:
+    """The files of this clone's extras/ that bring a tokenizer: `make(argument)`, `load(value)`."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(EXTRAS.glob("*.py"))}
+    return [name for name, text in texts.items() if re.fullmatch("[a-z0-9_]+", name) and
+            "\ndef make(argument: str)" in text and "\ndef load(value: dict)" in text]
 
 
-def _from_tiktoken(name: str) -> BPETokenizer:
-    """One of OpenAI's encodings; tiktoken fetches its vocabulary once and then has it cached."""
-    import tiktoken
-
-    names = tiktoken.list_encoding_names()
-    if name not in names:
-        hint = did_you_mean(name, ["byte", "char", "bpe:2048", *names])
-        raise DataError(f"--tokenizer={name} is none of byte, char, bpe:N, a path to a "
-                        f"tokenizer.json, and tiktoken's {', '.join(names)}{hint}")
-    try:
-        encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError(
-            f"the vocabulary of {name} could not be fetched ({type(error).__name__}); without "
-            "network set TIKTOKEN_CACHE_DIR to a folder with tiktoken's cached file") from None
-    ranks = {id: token for token, id in encoding._mergeable_ranks.items()}
-    tokens = [ranks.get(id) for id in range(encoding.n_vocab)]
-    return BPETokenizer(name, encoding._pat_str, tokens, dict(encoding._special_tokens))
+def _extra(name: str) -> ModuleType:
+    # This room imports nothing of ours. But a checkpoint that carries a tokenizer must open for
+    # whoever reads it, so the file of that kind is found by its name, here and nowhere else.
+    return import_module(f"extras.{name}")

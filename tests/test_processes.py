@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 CLONE = Path(__file__).parent.parent
@@ -207,6 +208,16 @@ def test_the_commands_of_the_readme(tmp_path, text_file):
     (clone / "notes").mkdir()
     shutil.copy(text_file, clone / "notes" / "a.txt")
     (clone / "notes" / "b.txt").write_text("Another text. " * 500)
+    (clone / "chats.jsonl").write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": f"what follows {i}?"},
+        {"role": "assistant", "content": str(i + 1)}]}) + "\n" for i in range(200)))
+    theirs = clone / "nanoGPT" / "data" / "shakespeare_char"  # as its prepare.py leaves it
+    theirs.mkdir(parents=True)
+    shutil.copy(text_file, theirs / "input.txt")
+    text = (theirs / "input.txt").read_text()
+    alphabet, cut = sorted(set(text)), int(0.9 * len(text))
+    for name, part in (("train", text[:cut]), ("val", text[cut:])):
+        np.array([alphabet.index(c) for c in part], np.uint16).tofile(theirs / f"{name}.bin")
     env = {k: v for k, v in os.environ.items() if k not in ("BONSAI_DATA", "BONSAI_OUT")}
     commands = readme_commands()
     assert len(commands) >= 8

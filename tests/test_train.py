@@ -135,18 +135,15 @@ def test_accumulation_is_one_big_batch(run):
 
 def test_accumulation_weighs_targets_and_not_micro_steps(run, monkeypatch):
     """Micro-steps with unequal numbers of real targets: still one mean over all targets."""
-    real = Split.rows
+    real = Split.batch
 
-    def ragged(self, *args, **kwargs):
-        rows = real(self, *args, **kwargs).copy()
-        rows[0, 3:] = -1  # as targets; as inputs the -1 are replaced below
-        return rows
+    def ragged(self, first, n, *args):
+        x, y = real(self, first, n, *args)
+        y = y.copy()
+        y[np.arange(first, first + n) % 4 == 0, 3:] = -1
+        return x, y
 
-    monkeypatch.setattr(Split, "rows", ragged)
-    forward = train.GPT.forward
-    monkeypatch.setattr(train.GPT, "forward",
-                        lambda self, idx, targets=None, cache=None:
-                        forward(self, idx.clamp(min=0), targets, cache))
+    monkeypatch.setattr(Split, "batch", ragged)
     a = losses(run("--batch_size=8", out="a")[1])
     b = losses(run("--batch_size=2", "--gradient_accumulation_steps=4", out="b")[1])
     assert a == pytest.approx(b, abs=1e-5)
@@ -496,3 +493,92 @@ def test_ids_beyond_the_vocabulary_are_found_before_the_first_step(run, tmp_path
     shard.write_bytes(raw)
     with pytest.raises(train.DataError, match="65535.*257"):
         run(out="second")
+
+
+# ----------------------------------------------------------------------------- kinds of data
+
+
+@pytest.fixture
+def chat(tmp_path) -> str:
+    """Sums to learn, of many lengths; some have no place in a context of 16."""
+    def sample(i: int) -> dict:
+        return {"messages": [{"role": "q", "content": f"{'+' * (i % 7)}{i % 10}"},
+                             {"role": "assistant", "content": "=" * (i % 5 + 1)},
+                             {"role": "q", "content": "?" * (i % 3)}]}
+
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(sample(i)) + "\n" for i in range(300)))
+    return str(path)
+
+
+def test_only_what_the_assistant_says_is_learned(run, chat, capsys):
+    """The loss of the first update by hand: targets of whole samples, divided once by them all."""
+    code, path = run(f"--dataset={chat}", "--max_iters=1", "--warmup_iters=0", "--block_size=32",
+                     "--gradient_accumulation_steps=3")
+    folder = next((path.parent / "data").glob("chat-*"))
+    data = train.Dataset(folder)
+    torch.manual_seed(1337)
+    settings = json.loads((path / "config.json").read_text())["settings"]
+    config = train.GPTConfig(vocab_size=257, n_layer=2, n_head=2, n_embd=32, block_size=32)
+    assert settings["n_embd"] == 32 and settings["bias"] is False
+    model = train.GPT(config)
+    total = targets = 0
+    for row in range(12):
+        x, y = data.train.batch(row, 1, 32, 1337)
+        logits = model(torch.from_numpy(x))[0]
+        for logit, target in zip(logits, y[0].tolist(), strict=True):
+            if target >= 0:
+                total, targets = total - logit.log_softmax(0)[target].item(), targets + 1
+    assert losses(path) == pytest.approx([total / targets], abs=1e-5)
+    assert "of them targets" in capsys.readouterr().out
+
+
+def test_a_mask_and_padding_do_not_change_what_an_update_is(run, chat):
+    flags = [f"--dataset={chat}", "--block_size=24"]
+    a = losses(run(*flags, "--batch_size=12", out="a")[1])
+    b = losses(run(*flags, "--batch_size=3", "--gradient_accumulation_steps=4", out="b")[1])
+    assert a == pytest.approx(b, abs=1e-5) and a[-1] < a[0] - 0.5
+
+
+@pytest.mark.parametrize("flag", ["--align=document", "--dropout=0.2"])
+def test_ten_and_ten_are_twenty_for_every_kind_of_data(run, chat, monkeypatch, flag):
+    flags = [flag] + [f"--dataset={chat}", "--block_size=24"] * ("dropout" in flag)
+    _, whole = run(*flags, out="whole")
+    go_on = stop_at(monkeypatch, 10)
+    run(*flags)
+    go_on()
+    _, path = run(*flags)
+    assert weights(whole) == weights(path) and timeless(log(whole)) == timeless(log(path))
+
+
+def test_long_samples_are_dropped_or_truncated_as_told(run, chat, capsys):
+    def said(*flags) -> str:
+        run(f"--dataset={chat}", "--max_iters=1", "--warmup_iters=0", "--overwrite=True",
+            "--block_size=22", *flags)
+        return next(line for line in capsys.readouterr().out.splitlines() if "train: " in line
+                    and "longer than the context of 22" in line)
+
+    assert "0 truncated" in said() and "0 dropped" not in said()
+    assert "0 truncated" not in said("--long_samples=truncate")
+
+
+def test_aligned_rows_begin_with_a_document(run, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(50):
+        (texts / f"{i}.txt").write_text(f"{i} " * 30)
+    free = losses(run(f"--dataset={texts}", out="free")[1])
+    assert free != losses(run(f"--dataset={texts}", "--align=document", out="aligned")[1])
+    with pytest.raises(train.DataError, match="--align=document"):
+        run("--tokenizer=char", "--align=document", out="char")
+
+
+def test_verify_finds_what_a_sample_of_the_ids_cannot(run, tmp_path):
+    run("--max_iters=1", "--warmup_iters=0")
+    shard = next((tmp_path / "data").glob("*/train_000000.bin"))
+    raw = bytearray(shard.read_bytes())
+    raw[2000] ^= 1
+    shard.write_bytes(raw)
+    run("--max_iters=1", "--warmup_iters=0", out="second")
+    with pytest.raises(train.DataError, match="SHA-256"):
+        run("--verify=True", out="third")

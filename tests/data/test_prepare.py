@@ -3,19 +3,28 @@
 import hashlib
 import json
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError, build
 from data import prepare as command
-from data.build import MIN_VAL_SHARE, divide, place, prepare, scan, threshold
+from data.build import prepare
+from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, divide, place, threshold
 from data.dataset import Dataset
-from data.prepare import resolve, stem
+from data.folder import replacing
+from data.prepare import KNOWN, Recipe, resolve, stem
+from data.sources import Piece
 
 CLONE = Path(__file__).parents[2]
 SHAKESPEARE = CLONE.parent / "shared/data/tinyshakespeare.txt"
@@ -23,6 +32,11 @@ SHAKESPEARE = CLONE.parent / "shared/data/tinyshakespeare.txt"
 
 def quiet(line: str) -> None:
     pass
+
+
+def visible(data_folder: Path) -> list[str]:
+    """All that lies in the data folder but .cache, which has locks, and half-made things."""
+    return sorted(p.name for p in data_folder.iterdir() if p.name != ".cache")
 
 
 @pytest.fixture
@@ -90,7 +104,9 @@ def test_a_document_never_changes_sides(numbers, extra):
     def sides(texts: list[str]) -> dict[str, str]:
         places = [place(hashlib.sha256(text.encode()).digest()) for text in texts]
         limit = threshold(places, [1] * len(texts), val_fraction=0.4)
-        return {text: side for side, text in divide([("", t) for t in texts], places, limit)}
+        census = SimpleNamespace(places=places, chars=0, again=lambda: enumerate(
+            Piece("", text) for text in texts))
+        return {piece.text: side for side, piece in divide(census, limit)}
 
     few, many = [str(n) for n in sorted(numbers)], [str(n) for n in numbers | extra]
     before, after = sides(few), sides(many)
@@ -150,7 +166,7 @@ def test_every_document_arrives_whole_behind_a_separator(folder, spec, gpt2_offl
         for shard in part["shards"]:
             raw = (dataset.folder / shard["file"]).read_bytes()
             assert hashlib.sha256(raw).hexdigest() == shard["sha256"]
-    assert dataset.meta["skipped"] == {"empty": 1, "binary": 1}
+    assert dataset.meta["skipped"] == {"empty": 1, "binary": 1, "without target": 0}
 
 
 def test_five_documents_are_enough(tmp_path):
@@ -175,8 +191,8 @@ def test_the_same_text_gives_the_same_folder_to_the_byte(folder, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BONSAI_DATA", str(tmp_path / "there"))
     monkeypatch.setattr(os, "getpid", lambda: 4242)
-    monkeypatch.setattr(build, "BATCH", 100)  # batches are nothing that one sees either
-    second = prepare(["./texts"], "texts", "bpe:300", say=quiet)
+    monkeypatch.setattr(build, "JOB", 100)  # batches are nothing that one sees either
+    second = prepare(["./texts"], "texts", "bpe:300", workers=7, say=quiet)
     names = sorted(path.name for path in first.iterdir())
     assert names == ["dataset.json", "tokenizer.json", "train_000000.bin", "val_000000.bin"]
     assert names == sorted(path.name for path in second.iterdir())
@@ -193,13 +209,22 @@ def test_a_replacement_character_is_asked_for(tmp_path):
     assert "\ufffd" in dataset.tokenizer.alphabet
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kB on Linux only")
+def test_half_a_pair_of_utf_16_is_refused_or_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "half \\ud800"}\n')
+    with pytest.raises(DataError, match="line 2 has a lone surrogate.*--errors=replace"):
+        prepare([str(path)], "x", "byte", say=quiet)
+    dataset = Dataset(prepare([str(path)], "x", "byte", errors="replace", say=quiet))
+    assert dataset.meta["sources"][0]["bytes"] == len("finehalf \ufffd".encode())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    code = ("import sys, resource; from data.build import prepare; prepare([sys.argv[1]], "
-            "sys.argv[2], 'byte', say=lambda line: None); "
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+    code = ("import sys, re; from data.build import prepare; prepare([sys.argv[1]], "
+            "sys.argv[2], 'byte', say=lambda line: None); "  # ru_maxrss would have the parent's
+            "print(re.search('VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])")
     peaks = []
-    for documents in (150, 450):  # of about 100 kB: two batches, six batches
+    for documents in (150, 450):  # of about 100 kB
         for i in range(documents):
             (tmp_path / f"{i}.txt").write_bytes(b"%d " % i * 30_000)
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path), f"of-{documents}"],
@@ -210,9 +235,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 
 def test_no_text_at_all_is_refused(tmp_path, data_folder):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"no text in .*empty\.txt \(1 empty and 0 binary"):
+    with pytest.raises(DataError, match=r"no text in .*empty\.txt \(skipped: 1 empty and 0"):
         prepare([str(tmp_path / "empty.txt")], "x", "byte", say=quiet)
-    assert not data_folder.exists()
+    assert visible(data_folder) == []
 
 
 @pytest.mark.parametrize("name", ("", ".", "..", ".x", "a/b", "a\\b", "-x", "x.", "a b", "é", "a\n",
@@ -234,7 +259,7 @@ def test_only_the_same_dataset_is_replaced(text, data_folder):
     assert Dataset(data_folder / "mine").meta["sources"][0]["bytes"] == 40 * 29
     prepare([text], "mine", "char", overwrite=True, say=quiet)
     assert Dataset(data_folder / "mine").tokenizer.spec == "char"
-    assert [path.name for path in data_folder.iterdir()] == ["mine"]
+    assert visible(data_folder) == ["mine"]
 
 
 def test_what_is_no_dataset_is_never_replaced(text, data_folder):
@@ -251,38 +276,30 @@ def test_whatever_stops_it_leaves_nothing(text, data_folder, monkeypatch, stop):
     def fail(path, value):
         raise stop
 
-    monkeypatch.setattr(build, "_write_json", fail)
+    monkeypatch.setattr(build, "write_json", fail)
     with pytest.raises((KeyboardInterrupt, OSError)):
         prepare([text], "mine", "byte", say=quiet)
-    assert [path.name for path in data_folder.iterdir()] == ["mine"]
+    assert visible(data_folder) == ["mine"]
     assert {path: path.read_bytes() for path in (data_folder / "mine").iterdir()} == before
 
 
-def test_a_source_that_changes_meanwhile_is_named(folder, data_folder, monkeypatch):
-    def scan_then_edit(*args):
-        found = scan(*args)
-        (Path(folder) / "07.txt").write_text("edited", encoding="utf-8")
-        return found
+@pytest.mark.parametrize("edit, named", (
+    (lambda folder: (folder / "07.txt").write_text("edited"), r"07\.txt"),
+    (lambda folder: (folder / "39.txt").write_text("edited"), r"39\.txt"),
+    (lambda folder: (folder / "39.txt").unlink(), r"38\.txt"),  # what follows it has gone
+    (lambda folder: (folder / "zz.txt").write_text("more"), "39"),
+), ids=("first", "last", "shrunk", "grown"))
+@pytest.mark.parametrize("spec", ("byte", "bpe:300"))
+def test_a_source_that_changes_meanwhile_is_named(folder, data_folder, monkeypatch, edit, named,
+                                                  spec):
+    def edit_then_divide(*args):
+        edit(Path(folder))
+        return divide(*args)
 
-    monkeypatch.setattr(build, "scan", scan_then_edit)
-    with pytest.raises(DataError, match=r"07\.txt changed while"):
-        prepare([folder], "texts", "byte", say=quiet)
-    assert list(data_folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("edit", ("remove", "add"))
-def test_a_source_that_grows_or_shrinks_meanwhile_is_named(folder, monkeypatch, edit):
-    def scan_then_edit(*args):
-        found = scan(*args)
-        if edit == "remove":
-            (Path(folder) / "39.txt").unlink()
-        else:
-            (Path(folder) / "zz.txt").write_text("more", encoding="utf-8")
-        return found
-
-    monkeypatch.setattr(build, "scan", scan_then_edit)
-    with pytest.raises(DataError, match="changed while"):
-        prepare([folder], "texts", "byte", say=quiet)
+    monkeypatch.setattr(build, "divide", edit_then_divide)
+    with pytest.raises(DataError, match=f"{named}.* changed while the sources"):
+        prepare([folder], "texts", spec, say=quiet)
+    assert visible(data_folder) == []
 
 
 # --------------------------------------------------------------------------------------- --dataset=
@@ -301,7 +318,7 @@ def test_a_prepared_name_is_taken(text, data_folder):
 
 def test_a_known_name_is_prepared_when_missing(data_folder, monkeypatch):
     said: list[str] = []
-    monkeypatch.setitem(command.KNOWN, "stdlib", (["stdlib"], "char"))
+    monkeypatch.setitem(command.KNOWN, "stdlib", Recipe("stdlib", "char"))
     made = resolve("stdlib", say=said.append)
     assert made == data_folder / "stdlib" and Dataset(made).tokenizer.spec == "char"
     assert said[0] == "preparing stdlib"
@@ -311,7 +328,7 @@ def test_a_known_name_is_prepared_when_missing(data_folder, monkeypatch):
 @pytest.mark.parametrize("first", ["char", "byte"])
 def test_a_known_name_with_another_tokenizer_lies_elsewhere(data_folder, monkeypatch, first):
     """Whichever comes first: the plain name always has the tokenizer that belongs to it."""
-    monkeypatch.setitem(command.KNOWN, "stdlib", (["stdlib"], "char"))
+    monkeypatch.setitem(command.KNOWN, "stdlib", Recipe("stdlib", "char"))
     made = {spec: resolve("stdlib", spec, say=quiet)
             for spec in sorted(("char", "byte"), key=lambda spec: spec != first)}
     assert made["char"] == data_folder / "stdlib" == resolve("stdlib", say=pytest.fail)
@@ -365,7 +382,7 @@ def test_a_folder_of_shards_is_taken_as_it_is(tmp_path):
                                         ("shakespear_char", "shakespeare_char")))
 def test_an_unknown_name_gets_the_nearest(text, name, near):
     prepare([text], "mine", "byte", say=quiet)
-    hint = f"did you mean {near}" if near else "none of the names mine, shakespeare"
+    hint = f"did you mean {near}" if near else "none of the names fineweb_edu_10b, mine"
     with pytest.raises(DataError, match=f"--dataset={name} is no file.*{hint}"):
         resolve(name, say=quiet)
 
@@ -391,7 +408,8 @@ def test_the_command_prepares_and_says_what_comes_next(text, data_folder):
     done = run(text)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("train: 1 documents, 1,044 bytes,") and "bytes each" in lines[0]
+    assert lines[0].startswith("1 documents, 1,160 bytes; shards will take 2,322 bytes")
+    assert lines[1].startswith("train: 1 documents, 1,044 bytes,") and "bytes each" in lines[1]
     assert str(data_folder / "my-text") in lines[-2]
     assert lines[-1] == "next: python train.py config/small.py --dataset=my-text"
     assert Dataset(data_folder / "my-text").meta["tokenizer"] == "bpe:2048"
@@ -440,7 +458,7 @@ def test_a_mistake_is_one_line_and_exit_2(text, data_folder, capsys, arguments, 
     out, err = capsys.readouterr()
     assert code == 2 and out == ""
     assert message in err and err.count("\n") == 1
-    assert not data_folder.exists()
+    assert not data_folder.exists() or visible(data_folder) == []
 
 
 def test_a_mistake_in_a_real_process_is_one_line_too(tmp_path):
@@ -461,10 +479,10 @@ def test_ctrl_c_is_one_line_and_exit_130(text, data_folder, monkeypatch, capsys)
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build.Tokenizer, "encode_batch", interrupted)
+    monkeypatch.setattr(build, "encode", interrupted)
     assert command.main([text]) == 130
     assert capsys.readouterr().err == "interrupted; nothing was written\n"
-    assert list(data_folder.iterdir()) == []
+    assert visible(data_folder) == []
 
 
 def test_a_known_name_brings_its_tokenizer(monkeypatch):
@@ -510,3 +528,258 @@ def test_a_dataset_json_broken_by_hand_is_named(splits, tmp_path):
     (folder / "dataset.json").write_text(json.dumps(meta | {"splits": splits}))
     with pytest.raises(DataError, match="dataset.json is broken"):
         Dataset(folder)
+
+
+# ------------------------------------------------------------------------- workers, locks, crashes
+
+
+@pytest.mark.parametrize("spec", ("byte", "char", "bpe:300", "gpt2"))
+def test_the_number_of_workers_changes_no_byte(folder, text, spec, tmp_path, monkeypatch,
+                                               gpt2_offline):
+    monkeypatch.setattr(build, "JOB", 300)
+    made = []
+    for workers in (0, 1, 2, 9):
+        monkeypatch.setenv("BONSAI_DATA", str(tmp_path / f"by {workers}"))
+        there = prepare([text, folder], "mixed", spec, workers=workers, say=quiet)
+        made.append({path.name: path.read_bytes() for path in there.iterdir()})
+    assert made[0] == made[1] == made[2] == made[3] and len(made[0]) == 4
+
+
+@pytest.mark.parametrize("workers", (0, 1, 3))
+def test_a_worker_s_error_names_the_document(folder, data_folder, monkeypatch, workers):
+    """A mistake in one line; a fault of ours with its traceback, and the document's name too."""
+    monkeypatch.setattr(build, "JOB", 300)
+
+    def fail(error):
+        def encode_array(self, text, unknown="error"):
+            if "document 23" in text:
+                raise error
+            return np.frombuffer(text.encode(), np.uint8)
+        monkeypatch.setattr("data.tokenizer.ByteTokenizer.encode_array", encode_array)
+
+    fail(DataError("cannot be encoded"))
+    with pytest.raises(DataError, match=r"23\.txt: cannot be encoded"):
+        prepare([folder], "x", "byte", workers=workers, say=quiet)
+    fail(ZeroDivisionError("by us"))
+    with pytest.raises(RuntimeError, match=r"23\.txt: by us") as caught:
+        prepare([folder], "x", "byte", workers=workers, say=quiet)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert visible(data_folder) == []
+
+
+def test_an_error_stops_the_workers_at_once(tmp_path, monkeypatch):
+    """No job that has not begun is begun for the sake of an error."""
+    for i in range(50):
+        (tmp_path / f"{i:02d}.txt").write_text(f"document {i}", encoding="utf-8")
+    begun = []
+
+    def encode(job, tokenizer):
+        begun.append(job)
+        time.sleep(0.01)
+        raise DataError("no")
+
+    monkeypatch.setattr(build, "JOB", 1)
+    monkeypatch.setattr(build, "encode", encode)
+    with pytest.raises(DataError):
+        prepare([str(tmp_path)], "x", "byte", workers=2, say=quiet)
+    assert len(begun) < 10
+
+
+@pytest.mark.parametrize("workers", (-1, 100_000))
+def test_a_senseless_number_of_workers_is_refused(text, workers):
+    with pytest.raises(DataError, match=f"--workers={workers}: expected 0 to"):
+        prepare([text], "x", "byte", workers=workers, say=quiet)
+
+
+def test_two_that_prepare_the_same_wait_for_each_other(text, data_folder):
+    """As processes of one training do that all find their dataset missing."""
+    with replacing("mine"):
+        waiting = subprocess.Popen(
+            [sys.executable, "-m", "data.prepare", text, "--name=mine"], cwd=CLONE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert waiting.stdout.readline() == "waiting for another process that is preparing mine\n"
+        assert waiting.poll() is None and visible(data_folder) == []
+    out, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0 and "written to" in out and err == ""
+
+
+def test_what_was_prepared_while_one_waited_is_taken(text, monkeypatch):
+    made = prepare([text], "mine", "byte", say=quiet)
+    before = (made / "dataset.json").stat().st_mtime_ns
+    assert prepare([text], "mine", "char", again=False, say=pytest.fail) == made
+    assert (made / "dataset.json").stat().st_mtime_ns == before
+
+
+def test_what_a_killed_process_left_is_removed(text, data_folder):
+    for leftover in (".tmp-mine", ".tmp-other", ".old-other", ".tmp-third-4711"):
+        (data_folder / leftover).mkdir(parents=True)
+        (data_folder / leftover / "train_000000.bin").write_bytes(bytes(100))
+    with replacing("other"):  # at work: its folder is not touched
+        (data_folder / ".tmp-other").mkdir()
+        prepare([text], "mine", "byte", say=quiet)
+        assert visible(data_folder) == [".tmp-other", "mine"]
+        (data_folder / ".tmp-other").rmdir()
+    (data_folder / ".tmp-other").mkdir()
+    prepare([text], "mine", "byte", say=quiet)
+    assert visible(data_folder) == ["mine"]
+
+
+def test_a_dataset_killed_between_two_renames_comes_back(text, data_folder):
+    made = prepare([text], "mine", "byte", say=quiet)
+    os.rename(made, data_folder / ".old-mine")
+    prepare([text], "another", "byte", say=quiet)
+    assert visible(data_folder) == ["another", "mine"]
+    assert Dataset(made).tokenizer.spec == "byte"
+
+
+def test_a_script_without_a_main_guard_may_prepare_where_processes_are_spawned(text, tmp_path):
+    """As on a Mac or Windows: nothing is started anew, so no guard is needed."""
+    script = tmp_path / "mine.py"
+    script.write_text("import multiprocessing, sys\nmultiprocessing.set_start_method('spawn')\n"
+                      "from data.build import prepare\n"
+                      "print(prepare([sys.argv[1]], 'mine', 'bpe:270', workers=2))\n")
+    done = subprocess.run([sys.executable, str(script), text], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(CLONE)}, timeout=60, check=True)
+    assert done.stdout.count("written to") == 1 and Dataset(done.stdout.split("\n")[-2]).train
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
+def test_kill_9_at_any_moment_costs_nothing_but_time(tmp_path, data_folder):
+    """Thirty random moments; the same command again ends in the shards of an undisturbed run."""
+    source = tmp_path / "texts.jsonl"
+    with open(source, "w", encoding="utf-8") as file:
+        for i in range(3000):
+            file.write(json.dumps({"text": f"document {i}: " + f"{i * i} née 😀\n" * 40}) + "\n")
+    command = [sys.executable, "-m", "data.prepare", str(source), "--name=x", "--tokenizer=bpe:300"]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(command, cwd=CLONE, stdout=subprocess.DEVNULL,
+                                stderr=subprocess.DEVNULL)
+
+    def content() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in (data_folder / "x").iterdir()}
+
+    begun = time.perf_counter()
+    assert start().wait() == 0
+    seconds, expected, dice = time.perf_counter() - begun, content(), random.Random(7)
+    for _ in range(30):
+        if dice.random() < 0.5:
+            shutil.rmtree(data_folder / "x", ignore_errors=True)
+        process = start()
+        time.sleep(dice.uniform(0.3, 1) * seconds)
+        process.kill()
+        process.wait()
+        if (data_folder / "x").exists():  # whole, or not there at all
+            assert content() == expected
+    assert start().wait() == 0
+    assert content() == expected and visible(data_folder) == ["x"]
+
+
+# --------------------------------------------------------------------- long texts, samples, recipes
+
+
+def test_a_long_text_in_pieces_gives_the_same_tokens(tmp_path, monkeypatch, gpt2_offline):
+    content = "".join(f"line {i}: it's {i * 37 % 1000}, isn't it?\n\n  " for i in range(2000))
+    (tmp_path / "long.txt").write_text(content, encoding="utf-8", newline="")
+    whole = [prepare([str(tmp_path / "long.txt")], f"whole-{spec[:3]}", spec, say=quiet)
+             for spec in ("char", "byte", "gpt2", "bpe:400")]
+    monkeypatch.setattr("data.formats.PIECE", 1000)
+    monkeypatch.setattr(build, "JOB", 3000)
+    for folder in whole:
+        spec = Dataset(folder).tokenizer.spec
+        parts = prepare([str(tmp_path / "long.txt")], f"parts-{spec[:3]}", spec, say=quiet)
+        for path in folder.glob("*.bin"):
+            assert (parts / path.name).read_bytes() == path.read_bytes()
+
+
+CHAT = [{"messages": [{"role": "user", "content": f"{i}?"},
+                      {"role": "assistant", "content": f"<|endoftext|> it is {i * i}."}]}
+        for i in range(60)] + [{"prompt": "only asked", "completion": ""}]
+
+
+@pytest.fixture
+def chat(tmp_path) -> str:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in CHAT), encoding="utf-8")
+    return str(path)
+
+
+def test_instruction_data_is_prepared_with_its_mask(chat, monkeypatch):
+    monkeypatch.setattr(build, "JOB", 500)
+    dataset = Dataset(prepare([chat], "chat", "byte", val_fraction=0.2, say=quiet))
+    assert dataset.kind == "instruct" and dataset.meta["skipped"]["without target"] == 1
+    seen = set()
+    for samples in (dataset.train, dataset.val):
+        bounds = [*samples.starts.tolist(), samples.n_tokens]
+        part = dataset.meta["splits"][samples.name]
+        assert part["documents"] == len(samples.starts) and part["tokens"] == samples.n_tokens
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+            ids = samples.tokens.read(start, end - start)
+            mask = samples.mask.read(start, end - start)
+            assert ids[0] == ids[-1] == 256
+            said = dataset.tokenizer.decode(ids[mask == 1][:-1])
+            i = int(bytes(ids[6:8].astype(np.uint8).tolist()).decode().rstrip("?"))
+            assert said == CHAT[i]["messages"][1]["content"]
+            seen.add(i)
+    assert seen == set(range(60))
+    dataset.verify()
+
+
+def test_instruction_data_needs_a_separator_and_stands_alone(chat, text):
+    with pytest.raises(DataError, match="--tokenizer=char has no separator, which instruction"):
+        prepare([chat], "x", "char", say=quiet)
+    with pytest.raises(DataError, match="both plain text and instruction samples"):
+        prepare([chat, text], "x", "byte", say=quiet)
+
+
+def test_rows_may_be_aligned_to_documents(folder):
+    dataset = Dataset(prepare([folder], "aligned", "byte", align="document", say=quiet))
+    split, size = dataset.train, 300  # documents have about 240 bytes: one begins in each window
+    rows = split.rows(0, split.epoch_rows(size), size, seed=1)
+    assert (rows[:, 0] == 256).all()
+    assert len({row.tobytes() for row in rows}) == len(rows)  # each begins with another one
+    short = split.rows(0, split.epoch_rows(50), 50, seed=1)
+    assert 0 < (short[:, 0] == 256).sum() < len(short)
+    free = Dataset(dataset.folder, align="off").train.rows(0, 20, size, seed=1)
+    assert (free[:, 0] != 256).any()
+    assert (split.rows(7, 3, size, seed=1) == rows[7:10]).all()
+    asked = Dataset(prepare([folder], "off", "byte", say=quiet), align="document")
+    assert (asked.train.rows(0, 20, size, seed=1)[:, 0] == 256).all()
+
+
+def test_without_separators_nothing_can_be_aligned(text, chat):
+    with pytest.raises(DataError, match="--tokenizer=char has no separator, which --align"):
+        prepare([text], "x", "char", align="document", say=quiet)
+    plain = prepare([text], "char", "char", say=quiet)
+    with pytest.raises(DataError, match="--align=document: .* without separators"):
+        Dataset(plain, align="document")
+    with pytest.raises(DataError, match="--align=document: .* instruction data"):
+        Dataset(prepare([chat], "chat", "byte", say=quiet), align="document")
+
+
+@pytest.mark.parametrize("name", ("chat", "texts"))
+def test_verify_reads_every_byte(chat, folder, name):
+    made = prepare([chat if name == "chat" else folder], name, "byte", say=quiet)
+    Dataset(made, verify=True)
+    for path in sorted(made.glob("*.bin")):
+        raw = path.read_bytes()
+        at = len(raw) - 8  # of the last tokens, and another one that there is, or a start
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1:])
+        with pytest.raises(DataError, match=f"{path.name} has SHA-256 .* dataset.json says"):
+            Dataset(made, verify=True)
+        path.write_bytes(raw)
+
+
+def test_large_corpora_hold_out_a_stated_number_of_bytes():
+    places = list(range(0, 2**64, 2**64 // 1000))
+    limit = threshold(places, [10**8] * len(places), 0.0005)  # 100 GB
+    held = sum(place < limit for place in places)
+    assert held * 10**8 >= MIN_VAL_BYTES and held == 1
+
+
+def test_recipes_are_names_of_the_hub_without_scripts():
+    assert {recipe.source for recipe in KNOWN.values() if recipe.source.startswith("hf:")} == {
+        "hf:roneneldan/TinyStories", "hf:Skylion007/openwebtext",
+        "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}
+    assert all(0 < recipe.val_fraction <= 0.05 for recipe in KNOWN.values())

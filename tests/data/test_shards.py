@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from data import DataError
 from data.build import prepare
 from data.dataset import Dataset
-from data.shards import ShardWriter, Split, permute, window_starts
+from data.order import permute, window_starts
+from data.shards import ShardWriter, Split
 
 
 def split_of(folder, tokens, shard_tokens=100, vocab_size=50_000, name="train") -> Split:
@@ -96,7 +97,7 @@ def test_reading_past_the_end_is_an_error(counting):
     (lambda raw: raw[:4] + b"\7" + raw[5:], "no token shard: .* 20240520, 7"),
     (lambda raw: raw[:8] + struct.pack("<i", -1) + raw[12:1022], "torn: its -1 tokens"),
     (lambda raw: raw[:8] + struct.pack("<i", 2**31 - 1) + raw[12:], "torn"),
-), ids=str)
+))
 def test_a_damaged_shard_is_named(tmp_path, damage, message):
     split_of(tmp_path, range(15), shard_tokens=5)
     path = tmp_path / "train_000001.bin"

@@ -1,0 +1,109 @@
+"""The folder of a dataset, written aside and put in its place whole, by one process at a time."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from data import DataError, read_json
+from data.sources import data_root
+
+
+class Building:
+    """A dataset folder that is about to be written, or written anew; see `replacing`.
+
+    folder: where it will lie; there: whether a dataset lies there now.
+    """
+
+    def __init__(self, root: Path, name: str):
+        self.folder = root / name
+        self._aside, self._old = root / f".tmp-{name}", root / f".old-{name}"
+        if (self._old / "dataset.json").exists() and not self.folder.exists():
+            # It was killed between two renames.
+            os.rename(self._old, self.folder)
+        self.discard()  # what a killed process left
+        self.there = (self.folder / "dataset.json").exists()
+        if self.folder.exists() and not self.there:
+            raise DataError(f"{self.folder} exists and is no dataset; choose another --name")
+
+    def refuse_other(self, meta: dict) -> None:
+        """DataError if the dataset that is there is of other text or of another tokenizer."""
+        there = read_json(self.folder / "dataset.json") if self.there else meta
+        if any(there.get(key) != meta[key] for key in ("sources", "tokenizer_hash")):
+            raise DataError(f"{self.folder} was made from other text or with another tokenizer "
+                            f"({there.get('tokenizer')}, now {meta['tokenizer']}); choose another "
+                            "--name, or replace it with --overwrite")
+
+    def begin(self) -> Path:
+        """An empty folder to write to."""
+        self._aside.mkdir()
+        return self._aside
+
+    def publish(self) -> None:
+        """Put what was written in its place, if anything was."""
+        if self._aside.exists():
+            if self.folder.exists():  # folders cannot be exchanged, so the old one steps aside
+                os.rename(self.folder, self._old)
+            os.rename(self._aside, self.folder)
+
+    def discard(self) -> None:
+        """Remove what is not in its place."""
+        for leftover in (self._aside, self._old):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def replacing(name: str, say: Callable[[str], None] = print) -> Iterator[Building]:
+    """Build the dataset `name`: its folder appears, or is replaced, when the block ends well.
+
+    Another process that builds the same one is waited for. What killed ones left is removed.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,98}[A-Za-z0-9_-])?", name):
+        raise DataError(f"--name={name}: expected up to 100 letters, digits, '-', '_' and '.', "
+                        "with a letter or digit first and no '.' last")
+    root = data_root()
+    (root / ".cache").mkdir(parents=True, exist_ok=True)
+    lock = _lock(root, name)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another process that is preparing {name}")
+        lock.acquire()
+    try:
+        _sweep(root, name)
+        building = Building(root, name)
+        try:
+            yield building
+            building.publish()
+        finally:
+            building.discard()
+    finally:
+        lock.release()
+
+
+def _sweep(root: Path, name: str) -> None:
+    """Tidy up after killed processes that built other datasets than `name`."""
+    leftover = {p.name[5:] for p in root.iterdir() if p.name.startswith((".tmp-", ".old-"))}
+    for other in leftover - {name}:
+        try:
+            with _lock(root, other).acquire(timeout=0):
+                Building(root, other)
+        except (Timeout, DataError):
+            pass  # at work, or none of ours
+
+
+def _lock(root: Path, name: str) -> FileLock:
+    return FileLock(root / ".cache" / f"{name}.lock")
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON object and see it onto the disk."""
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,214 @@
+"""What is in a file: text, JSON lines or a parquet table, as a stream of documents."""
+
+import codecs
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from data import DataError, instruct
+
+BINARY_PROBE_BYTES = 8192  # a NUL among the first ones marks a file in a folder as binary
+BLOCK = 1 << 18  # bytes that are read at once
+PIECE = 1 << 20  # characters; a longer text is handed on in pieces
+# The last place where a text may be cut. No rule of gpt2, cl100k or o200k lets a token run from a
+# letter or digit into the space or line end after it: the ids of the pieces are those of the whole.
+PIECE_END = re.compile(r"(?s:.*)[^\W_](?=[ \n])")
+ROWS = 64  # of a table, read at once: few enough for documents of a megabyte
+LONE = re.compile("[\ud800-\udfff]")  # half of a pair of UTF-16, which UTF-8 cannot write
+JSON = json.JSONDecoder(strict=False, parse_int=float)  # int() refuses 5,000 digits
+# Endings of what is no text, and what prints the text inside where one command does.
+PACKED = {".zst": "zstdcat", ".xz": "xzcat", ".bz2": "bzcat", ".zip": "unzip -p", ".7z": "7z x -so",
+          ".tar": "", ".tgz": "", ".pdf": "", ".docx": ""}
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+    place: str  # for messages: "a.txt", "b.jsonl, line 7", "c.parquet, row 3"; the first is 1
+    text: str
+    starts: bool = True  # a document begins with it
+    sample: bool = False  # it is an instruction sample, as `instruct.canonical` spells it
+
+
+def read(name: str, path: Path, named: bool, errors: str, text_column: str | None,
+         skipped: dict[str, int]) -> Iterator[Piece]:
+    """The documents of one file; its ending tells what it is.
+
+    name: of the file, for the places. named: by the user; in a folder other files may lie, and what
+    looks binary is left out. errors, text_column, skipped: see `sources.documents`.
+    """
+    lower = path.name.lower()
+    lines = lower.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+    rows = lower.endswith(".parquet")
+    packed = PACKED.get(Path(lower).suffix)
+    if named and packed is not None:
+        text = ".txt" in lower or not (".json" in lower or lower.endswith(".zst"))
+        way = (f'{packed} "{path}" | python -m data.prepare {"-" if text else "-.jsonl"} '
+               "--name=NAME" if packed else "give the text files that come out of it")
+        raise DataError(f"{path} is not read as it is; unpack or convert it first: {way}")
+    try:
+        if packed is not None or not (named or lines or rows) and _is_binary(path):
+            _count(skipped, "binary")
+        elif lines:
+            yield from _select(name, path, _lines(path, errors), text_column, skipped)
+        elif rows:
+            yield from _select(name, path, _rows(path, text_column), text_column, skipped)
+        else:
+            yield from _cut(name, _decoded(path, errors), skipped)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is no whole gzip file ({one_line(error)}); copy or download it "
+                        "again") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    """For bytes, as reading text would change line ends."""
+    if path.name.lower().endswith(".gz"):
+        return io.BufferedReader(gzip.open(path), BLOCK)
+    return open(path, "rb", BLOCK)
+
+
+def _is_binary(path: Path) -> bool:
+    with _open(path) as file:
+        return b"\0" in file.read(BINARY_PROBE_BYTES)
+
+
+def _count(skipped: dict[str, int], reason: str) -> None:
+    skipped[reason] = skipped.get(reason, 0) + 1
+
+
+def one_line(error: Exception) -> str:
+    """The message of a library, which may have many lines."""
+    return " ".join(str(error).split())[:300]
+
+
+def _decoded(path: Path, errors: str) -> Iterator[str]:
+    """The text of a file in blocks: a file is never held."""
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(errors), 0
+    with _open(path) as file:
+        while True:
+            block = file.read(BLOCK)
+            begin = offset - len(decoder.getstate()[0])  # a block's end may cut a character
+            offset += len(block)
+            try:
+                yield decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _bad_byte(path, begin, error) from None
+            if not block:
+                return
+
+
+def _bad_byte(place: object, begin: int, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{place}: byte 0x{error.object[error.start]:02x} at offset {begin + error.start} is not "
+        "UTF-8; save the file as UTF-8, or put U+FFFD there with --errors=replace")
+
+
+def _cut(place: str, parts: Iterable[str], skipped: dict[str, int]) -> Iterator[Piece]:
+    """One document from the parts of its text, in pieces that each end at the last PIECE_END."""
+    held, looked, starts = "", 0, True
+    for part in parts:
+        held += part
+        while len(held) > PIECE:
+            found = PIECE_END.match(held, looked)
+            # Without one for so long the cut lies anywhere: what is held must have a bound.
+            if not found and len(held) < 16 * PIECE:
+                looked = len(held) - 1
+                break
+            end = found.end() if found else len(held)
+            yield Piece(place, held[:end], starts)
+            held, looked, starts = held[end:], 0, False
+    if held:
+        yield Piece(place, held, starts)
+    elif starts:
+        _count(skipped, "empty")
+
+
+def _lines(path: Path, errors: str) -> Iterator[tuple[str, dict]]:
+    """(", line N", object) of each line that is not blank."""
+    offset = 0
+    with _open(path) as file:
+        for number, raw in enumerate(file, 1):
+            where = f", line {number}"
+            try:
+                line = raw.decode("utf-8", errors).lstrip("\ufeff")  # Windows begins files so
+            except UnicodeDecodeError as error:
+                raise _bad_byte(f"{path}{where}", offset, error) from None
+            offset += len(raw)
+            if not line or line.isspace():
+                continue
+            try:
+                record = JSON.decode(line)
+                if errors == "replace" and "\\u" in line:  # an escape may be half a pair
+                    written = json.dumps(record, ensure_ascii=False)
+                    record = JSON.decode(LONE.sub("\ufffd", written))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}{where} is not JSON ({getattr(error, 'msg', error)}); "
+                                "expected one object a line") from None
+            if not isinstance(record, dict):
+                raise DataError(f"{path}{where} is no JSON object; expected one a line, such as "
+                                '{"text": "..."}')
+            yield where, record
+
+
+def _rows(path: Path, text_column: str | None) -> Iterator[tuple[str, dict]]:
+    """(", row N", {column: value}) of each row, with the columns that are needed."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{path} cannot be read without pyarrow: pip install pyarrow") from None
+    done = 0
+    try:
+        # Unless told otherwise, pyarrow holds a whole row group, which may be the whole file.
+        with parquet.ParquetFile(path, buffer_size=BLOCK, pre_buffer=False) as file:
+            wanted = columns(file.schema_arrow.names, path, text_column)
+            for batch in file.iter_batches(ROWS, columns=wanted):
+                for number, record in enumerate(batch.to_pylist(), done + 1):
+                    yield f", row {number}", without_null(record)
+                done += len(batch)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no whole parquet file after row {done} "
+                        f"({one_line(error)}); copy or download it again") from None
+
+
+def columns(there: Iterable[str], place: object, text_column: str | None) -> list[str]:
+    """Those that make a document; DataError names the ones there are if one is missing."""
+    there, column = list(there), text_column or "text"
+    if text_column is None and instruct.has_form(dict.fromkeys(there)):
+        return [name for name in ("messages", "prompt", "completion") if name in there]
+    if column not in there:
+        raise DataError(f"{place} has no column {column!r}, but {there[:30]}; name one with "
+                        "--text_column=")
+    return [column]
+
+
+def without_null(record: dict) -> dict:
+    """A table has every column in every row, and null where there is no text."""
+    return {name: "" if value is None else value for name, value in record.items()}
+
+
+def _select(name: str, path: Path, records: Iterable[tuple[str, dict]],
+            text_column: str | None, skipped: dict[str, int]) -> Iterator[Piece]:
+    """The document, or instruction sample, of each (", line N", {column: value})."""
+    for where, record in records:
+        place = f"{name}{where}"
+        column = columns(record, f"{path}{where}", text_column)[0]
+        try:
+            if text_column is None and instruct.has_form(record):
+                sample = instruct.canonical(record)
+                if sample is None:
+                    _count(skipped, "without target")
+                else:
+                    yield Piece(place, sample, sample=True)
+                continue
+            text = record[column]
+            if not isinstance(text, str):
+                raise ValueError(f"{column!r} is of type {type(text).__name__} and no text")
+        except ValueError as error:
+            raise DataError(f"{path}{where}: {error}") from None
+        parts = (text[i:i + PIECE] for i in range(0, len(text), PIECE))
+        yield from _cut(place, parts, skipped)

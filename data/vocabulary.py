@@ -1,0 +1,133 @@
+"""Vocabularies for byte pair encoding, learned from text or OpenAI's, and where their words end."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from data import DataError
+
+MAX_SIZE = 1_000_000  # of a learned one: beyond lies a typing error
+LESSON = 1 << 20  # characters; the trainer makes an object of each word in what it gets at once
+# Where words begin (GPT-2's rule, in tiktoken's possessive spelling): no token straddles two words.
+GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
+                r"|\s++$|\s+(?!\S)|\s")
+SPACES = re.compile(r"[^\S\x1c-\x1f]+")  # what `\s` is to tiktoken; Python's has four more
+LONG_WORD = re.compile(r"\S{1000}|\s{1000}")
+LONG_RUN = 50_000  # of spaces: tiktoken gives up before a word at some multiple of that
+
+
+def learn(size: int, texts: Iterable[str]) -> list[bytes]:
+    """Up to size - 1 tokens, learned from texts with Hugging Face `tokenizers`; one id is for eot.
+
+    There are fewer if the texts have no more pairs that occur twice. The engine is tiktoken all
+    the same: on the standard library it gave the same ids as `tokenizers`, five times faster.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    if not 257 <= size <= MAX_SIZE:
+        raise DataError(f"bpe:{size}: expected a size of 257 (bytes and end-of-text) to "
+                        f"{MAX_SIZE:,}")
+    # GPT-2's vocabulary files write each byte as a letter, itself where it is printable.
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    letters = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, min_frequency=2, show_progress=False,
+                                  initial_alphabet=list(letters))
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    slices = (text[i:i + LESSON] for text in texts for i in range(0, len(text), LESSON))
+    learner.train_from_iterator(chain.from_iterable(map(_short, slices)), trainer)
+    vocabulary = learner.get_vocab()
+    return [bytes(map(letters.get, token)) for token in sorted(vocabulary, key=vocabulary.get)]
+
+
+def _short(text: str) -> Iterator[str]:
+    """A text in parts that have no very long word: the trainer's time grows with its square."""
+    space = np.frombuffer(text.encode("utf-8"), np.uint8) <= 32
+    ends = np.flatnonzero(space[1:] != space[:-1])
+    start = 0
+    if np.diff(ends, prepend=-1, append=space.size - 1).max() >= 1000:
+        for word in LONG_WORD.finditer(text):
+            yield text[start:word.end()]
+            start = word.end()
+    yield text[start:]
+
+
+def fetch(name: str, place: str = "") -> tuple[str, list[bytes | None], dict[str, int]]:
+    """Pattern, tokens and special ids of one of tiktoken's encodings, as `BPETokenizer` takes them.
+
+    tiktoken fetches its vocabulary once and then has it cached.
+    place: where the files are instead, under their own names: a folder, or one of them.
+    """
+    from tiktoken.load import check_hash
+    from tiktoken.registry import ENCODING_CONSTRUCTORS
+
+    describe, urls = ENCODING_CONSTRUCTORS[name], []
+    folder = Path(place).parent if Path(place).is_file() else Path(place)
+
+    def look(url: str, sha256: str | None = None) -> bytes:
+        file = folder / url.rpartition("/")[2]
+        if not file.is_file():
+            raise DataError(f"{file} is missing; fetch {url} on another machine and put it there")
+        content = file.read_bytes()
+        if sha256 and not check_hash(content, sha256):
+            raise DataError(f"{file} ({len(content):,} bytes) is damaged, its SHA-256 is not "
+                            f"{sha256}; fetch {url} again")
+        return content
+
+    def note(url: str, sha256: str | None = None) -> bytes:
+        urls.append(url)
+        return b""
+
+    try:
+        with _reading(look) if place else nullcontext():
+            made = describe()
+    except DataError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        with _reading(note), suppress(ValueError):
+            describe()
+        raise DataError(
+            f"the vocabulary of {name} is missing or damaged in tiktoken's cache and could not be "
+            f"fetched ({type(error).__name__}); fetch {' and '.join(urls)} on another machine and "
+            f"give their folder, as --tokenizer={name}:FOLDER, or set TIKTOKEN_CACHE_DIR to a "
+            "cache that has them") from None
+    ranks, special = made["mergeable_ranks"], made["special_tokens"]
+    tokens = [None] * (1 + max(*ranks.values(), *special.values()))
+    for token, id in ranks.items():
+        tokens[id] = token
+    return made["pat_str"], tokens, dict(special)
+
+
+@contextmanager
+def _reading(read: Callable[..., bytes]) -> Iterator[None]:
+    """Have tiktoken's loader get its files from `read(url, sha256)` for a while."""
+    from tiktoken import load
+
+    original, load.read_file_cached = load.read_file_cached, read
+    try:
+        yield
+    finally:
+        load.read_file_cached = original
+
+
+def cut(text: str, pattern: str) -> Iterator[str]:
+    """Parts of a text that yield the ids of the whole, cut at the ends of its long runs of spaces.
+
+    The last space before a word is the word's, all others are one piece, as they are at the end of
+    a text. In patterns that have that rule a piece ends after the last line end as well. Without
+    the rule for the end of a text (o200k_base) there is no place to cut.
+    """
+    start = 0
+    for run in SPACES.finditer(text) if r"|\s++$|" in pattern else ():
+        if len(run[0]) >= LONG_RUN and run.end() < len(text):
+            lines = 1 + max(map(run[0].rfind, "\r\n")) if r"\s*[\r\n]" in pattern else 0
+            begin = run.start() + lines
+            for end in (begin, max(begin, run.end() - 1)):
+                yield text[start:end]
+                start = end
+    yield text[start:]

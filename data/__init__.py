@@ -28,14 +28,14 @@ def canonical_hash(value: object) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def read_json(path: Path) -> dict:
-    """Read a JSON object; DataError when the file is missing or holds no such thing."""
+def read_json(path: Path, way: str = "prepare the dataset again") -> dict:
+    """Read a JSON object; DataError with the way out if the file is missing or no such thing."""
     try:
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict):
             raise ValueError("no object")
     except FileNotFoundError:
-        raise DataError(f"{path} is missing; prepare the dataset again") from None
+        raise DataError(f"{path} is missing; {way}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}); prepare the dataset again") from None
+        raise DataError(f"{path} is not JSON ({error}); {way}") from None
     return value

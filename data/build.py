@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import DataError, instruct
-from data.census import Census, divide, threshold
+from data.census import Census, Rule, divide, rule
 from data.dataset import FORMAT, SPLITS
 from data.folder import replacing, write_json
 from data.shards import ShardWriter
@@ -30,16 +30,15 @@ LESSON_BYTES = 1_000_000_000  # of training text at most, for a tokenizer that l
 
 
 def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict",
-            val_fraction: float = 0.05, overwrite: bool = False, text_column: str | None = None,
-            align: str | None = None, workers: int | None = None, again: bool = True,
-            say: Callable[[str], None] = print) -> Path:
+            val_fraction: float | None = None, overwrite: bool = False,
+            text_column: str | None = None, align: str | None = None, workers: int | None = None,
+            again: bool = True, say: Callable[[str], None] = print) -> Path:
     """Write the dataset `name` and return its folder; whatever stops it, nothing half-made is left.
 
     sources, errors, text_column: see `sources.documents`; tokenizer: see `make_tokenizer`;
-    val_fraction: of many documents, the share that is held out; align="document": training rows
-    begin with a document where they can; workers: threads that encode, None for one a core.
-    overwrite: replace a dataset of that name even if it was made from other text or with another
-    tokenizer. again=False: leave a dataset of that name as it is, if there is one.
+    val_fraction: see `census.rule`; align="document": training rows begin with a document where
+    they can; workers: threads that encode, None for one a core. overwrite: replace a dataset of
+    that name even if it was made otherwise. again=False: leave one that is there as it is.
     """
     workers = cores() if workers is None else workers
     if not 0 <= workers <= 1024:
@@ -53,30 +52,35 @@ def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict
                 pass
             if not census.sizes:
                 raise DataError(f"there is no text in {', '.join(sources)} ({census.spell()})")
-            limit = threshold(census.places, census.sizes, val_fraction)
-            if census.kind == "instruct":
-                limit = limit or 0  # a single sample cannot be cut
-            made = make_tokenizer(tokenizer, _lesson(census, limit, tokenizer == "char"))
-            if made.eot is None and (align or census.kind == "instruct"):
-                raise DataError(f"--tokenizer={made.spec} has no separator, which "
-                                f"{'--align=document' if align else 'instruction data'} needs; "
-                                "take byte, bpe:N or a tiktoken encoding")
+            held_out = rule(census, val_fraction)
+            made = make_tokenizer(tokenizer, _lesson(census, held_out, tokenizer == "char"))
+            _check_separator(made, census.kind, align)
             meta = {"format": FORMAT, "name": name, "kind": census.kind, "tokenizer": made.spec,
                     "tokenizer_hash": made.hash, "vocab_size": made.vocab_size,
                     "separator": made.eot, "align": align, "sources": census.records,
-                    "skipped": census.skipped,
-                    "val_below": limit and f"{limit:016x}"}  # null: a single text, which is cut
+                    "skipped": census.skipped, "val_fraction": val_fraction,
+                    "val_below": held_out.spell()}
             if not overwrite:
                 building.refuse_other(meta)
             folder = building.begin()
             n, size = len(census.sizes), sum(census.sizes)
             say(f"{n:,} documents, {size:,} bytes; shards will take "
                 f"{(n + size) * (4 if made.vocab_size > 2**16 else 2):,} bytes at most")
-            meta["splits"] = _write_shards(folder, census, limit, made, workers)
+            meta["splits"] = _write_shards(folder, census, held_out, made, workers)
             write_json(folder / "tokenizer.json", made.to_json())
             write_json(folder / "dataset.json", meta)
     _report(building.folder, meta, census, say)
     return building.folder
+
+
+def _check_separator(tokenizer: Tokenizer, kind: str, align: str | None) -> None:
+    if align and kind == "instruct":
+        raise DataError("--align=document is for texts: a row of instruction data is a sample of "
+                        "its own; leave it out")
+    if tokenizer.eot is None and (align or kind == "instruct"):
+        raise DataError(f"--tokenizer={tokenizer.spec} has no separator, which "
+                        f"{'--align=document' if align else 'instruction data'} needs; take byte, "
+                        "bpe:N or a tiktoken encoding")
 
 
 def cores() -> int:
@@ -122,13 +126,13 @@ def encode(job: list[Piece], tokenizer: Tokenizer) -> Encoded:
                    np.array(starts, np.int64), sum(piece.starts for piece in job), n_bytes)
 
 
-def _lesson(census: Census, limit: int | None, everything: bool) -> Iterator[str]:
+def _lesson(census: Census, held_out: Rule, everything: bool) -> Iterator[str]:
     """The text that a tokenizer learns from: training text, every n-th piece where it is much.
 
     everything: all there is, for an alphabet, which must know every character.
     """
     step = 1 if everything else -(-sum(census.sizes) // LESSON_BYTES)
-    for i, (split, piece) in enumerate(divide(census, limit)):
+    for i, (split, piece) in enumerate(divide(census, held_out)):
         if everything or split == "train" and i % step == 0:
             yield instruct.text_of(piece.text) if piece.sample else piece.text
 
@@ -165,14 +169,14 @@ def _in_order(jobs: Iterable[tuple[str, list[Piece]]], work: Callable[[list[Piec
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _write_shards(folder: Path, census: Census, limit: int | None, tokenizer: Tokenizer,
+def _write_shards(folder: Path, census: Census, held_out: Rule, tokenizer: Tokenizer,
                   workers: int) -> dict:
     """Encode everything into shards; returns {split: {documents, bytes, tokens, shards, ...}}."""
     kinds = ("tokens", "mask", "starts") if census.kind == "instruct" else ("tokens",)
     writers = {split: {kind: ShardWriter(folder, split, tokenizer.vocab_size, kind=kind)
                        for kind in kinds} for split in SPLITS}
     splits = {split: {"documents": 0, "bytes": 0, "tokens": 0} for split in SPLITS}
-    jobs = _jobs(divide(census, limit))
+    jobs = _jobs(divide(census, held_out))
     work = partial(encode, tokenizer=tokenizer)
     with tqdm(desc="encoding", total=sum(census.sizes), unit="B", unit_scale=True,
               disable=None) as bar, ThreadPoolExecutor(1) as pool:
@@ -200,5 +204,8 @@ def _report(folder: Path, meta: dict, census: Census, say: Callable[[str], None]
     for name, part in meta["splits"].items():
         say(f"{name}: {part['documents']:,} {what}, {part['bytes']:,} bytes, "
             f"{part['tokens']:,} tokens ({part['bytes'] / max(1, part['tokens']):.2f} bytes each)")
+        if not part["tokens"]:
+            say(f"{name} is empty, so nothing can be trained on this: give two {what} that differ, "
+                "or one text, which is cut in two")
     say(census.spell())
     say(f"written to {folder} ({meta['tokenizer']}, {meta['vocab_size']:,} ids)")

@@ -8,6 +8,7 @@ whatever is added, removed or reordered around it, and twins are never on both s
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from data import DataError
 from data.sources import Piece, documents
 
 TRAIN_SHARE = 0.9  # of the characters of a single text
+VAL_SHARE = 0.05  # of many documents
 MIN_VAL_SHARE, MIN_VAL_BYTES = 0.01, 10_000_000  # of many documents: the lesser of the two
 
 
@@ -84,8 +86,10 @@ class Census:
         return "instruct" if True in self.forms else "text"
 
     def spell(self) -> str:
-        return ("skipped: {empty:,} empty and {binary:,} binary files, "
-                "{without target:,} samples without a target").format(**self.skipped)
+        text = ("skipped: {empty:,} empty and {binary:,} binary files, {without target:,} samples "
+                "without a target").format(**self.skipped)
+        return text + (", which is what the role `assistant` says, or a completion"
+                       if self.skipped["without target"] else "")
 
 
 def place(digest: bytes) -> int:
@@ -93,17 +97,37 @@ def place(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def threshold(places: Sequence[int], sizes: Sequence[int], val_fraction: float) -> int | None:
-    """Documents placed below it are held out; None for a single text, which is cut instead.
+class Rule(NamedTuple):
+    """Who is held out: documents placed below `limit`, or what a text has from `cut` on."""
+
+    limit: int | None  # None for a single text
+    cut: int = 0
+
+    def spell(self) -> str | None:
+        """As it is recorded."""
+        return None if self.limit is None else f"{self.limit:016x}"
+
+
+def rule(census: Census, val_fraction: float | None) -> Rule:
+    """The rule for these documents; val_fraction: None is TRAIN_SHARE or VAL_SHARE."""
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise DataError(f"--val_fraction={val_fraction}: expected at least 0 and below 1")
+    if len(census.places) > 1:
+        share = VAL_SHARE if val_fraction is None else val_fraction
+        return Rule(threshold(census.places, census.sizes, share))
+    if census.kind == "instruct":
+        return Rule(0)  # a sample cannot be cut
+    return Rule(None, int((TRAIN_SHARE if val_fraction is None else 1 - val_fraction)
+                          * census.chars))
+
+
+def threshold(places: Sequence[int], sizes: Sequence[int], val_fraction: float) -> int:
+    """Documents placed below it are held out, of two or more.
 
     It is val_fraction of the range, raised until validation holds MIN_VAL_SHARE of the bytes or
     MIN_VAL_BYTES (so the lowest hashes top it up), and lowered where no document would be left to
     train on.
     """
-    if not 0 <= val_fraction < 1:
-        raise DataError(f"--val_fraction={val_fraction}: expected at least 0 and below 1")
-    if len(places) == 1:
-        return None
     places, sizes = np.array(places, np.uint64), np.array(sizes)
     order = np.argsort(places)
     held_bytes = np.cumsum(sizes[order])  # if all up to here were held out
@@ -113,17 +137,17 @@ def threshold(places: Sequence[int], sizes: Sequence[int], val_fraction: float) 
     return min(limit, int(places.max()))
 
 
-def divide(census: Census, limit: int | None) -> Iterator[tuple[str, Piece]]:
-    """(split, piece) of each piece; where limit is None, of the two parts of a single text."""
-    at, cut = 0, int(TRAIN_SHARE * census.chars)
+def divide(census: Census, rule: Rule) -> Iterator[tuple[str, Piece]]:
+    """(split, piece) of each piece, or of the two parts of the one that is cut."""
+    at = 0
     for document, piece in census.again():
-        if limit is not None:
-            yield ("val" if census.places[document] < limit else "train"), piece
+        if rule.limit is not None:
+            yield ("val" if census.places[document] < rule.limit else "train"), piece
             continue
-        head = piece.text[:max(0, cut - at)]
+        head = piece.text[:max(0, rule.cut - at)]
         if head or piece.starts:
             yield "train", piece._replace(text=head)
         if len(head) < len(piece.text):
-            starts = at <= cut == at + len(head)
+            starts = at <= rule.cut == at + len(head)
             yield "val", piece._replace(text=piece.text[len(head):], starts=starts)
         at += len(piece.text)

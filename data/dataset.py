@@ -1,5 +1,6 @@
 """A dataset, opened: `Dataset(folder).train.rows(...)` is all that a training loop needs."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,27 @@ from data.tokenizer import from_json, make_tokenizer
 
 FORMAT = 1  # of dataset.json
 SPLITS = ("train", "val")
+_FILES = [{"file": str, "tokens": int, "sha256": str}]
+_SPLIT = {"documents": int, "bytes": int, "tokens": int, "shards": _FILES}
+_SHAPE = {  # what a dataset.json has at least, in lists that are not empty
+    "name": str, "tokenizer": str, "tokenizer_hash": str, "vocab_size": int, "skipped": {},
+    "val_below": str | None,
+    "sources": [{"source": str, "sha256": str, "documents": int, "bytes": int}],
+    "splits": dict.fromkeys(SPLITS, _SPLIT)}
+_SAMPLES = {"splits": dict.fromkeys(SPLITS, {"mask": _FILES, "starts": _FILES})}
+
+
+def misfit(value: object, shape: object, path: str = "") -> str | None:
+    """The path of what is missing or of another type in a JSON value, if anything is."""
+    if isinstance(shape, dict) and isinstance(value, dict):
+        parts = [(f"{path}.{key}", value.get(key), of) for key, of in shape.items()]
+    elif isinstance(shape, list) and isinstance(value, list) and value:
+        parts = [(f"{path}[{i}]", item, shape[0]) for i, item in enumerate(value)]
+    elif isinstance(shape, (dict, list)) or not isinstance(value, shape):
+        return path
+    else:
+        return None
+    return next(filter(None, (misfit(item, of, at) for at, item, of in parts)), None)
 
 
 class Dataset:
@@ -35,7 +57,7 @@ class Dataset:
         self.vocab_size: int = self.tokenizer.vocab_size
         self.separator: int | None = self.tokenizer.eot
         self.hash = canonical_hash(self.meta)  # of its shards' hashes: equal hash, equal data
-        self.kind: str = self.meta.get("kind", "text")
+        self.kind: str = self.meta["kind"]
         self.train, self.val = map(self._split, SPLITS)
         if (align or self.meta.get("align")) == "document":
             self._align()
@@ -54,13 +76,23 @@ class Dataset:
         if self.meta.get("format") != FORMAT:
             raise DataError(f"{self.folder}: dataset.json has format {self.meta.get('format')!r}, "
                             f"expected {FORMAT}; prepare the dataset again")
+        kind = self.meta.setdefault("kind", "text")  # the first sets did not say
+        if kind not in ("text", "instruct"):
+            raise DataError(f"{self.folder}: dataset.json is of kind {kind!r}, expected text or "
+                            "instruct; update this clone, or prepare the dataset again")
+        wrong = misfit(self.meta, _SHAPE) or kind == "instruct" and misfit(self.meta, _SAMPLES)
+        if not wrong and not re.fullmatch("[0-9a-f]{16}", self.meta["val_below"] or "0" * 16):
+            wrong = ".val_below"
+        if wrong:
+            raise DataError(f"{self.folder}: dataset.json is broken at {wrong[1:]}; prepare the "
+                            "dataset again")
         self.tokenizer = from_json(read_json(self.folder / "tokenizer.json"))
-        if self.meta.get("tokenizer_hash") != self.tokenizer.hash:
+        if self.meta["tokenizer_hash"] != self.tokenizer.hash:
             raise DataError(f"{self.folder}: tokenizer.json is not the tokenizer that made these "
                             "shards; prepare the dataset again")
 
     def _open_foreign(self, tokenizer: str) -> None:
-        self.meta = {"splits": {}}  # as much of a dataset.json as published shards tell
+        self.meta = {"kind": "text", "splits": {}}  # all that published shards tell
         for name in SPLITS:
             paths = sorted(path for path in self.folder.glob(f"*{name}*.bin")
                            if name == "train" or "train" not in path.name)
@@ -73,23 +105,24 @@ class Dataset:
         self.meta["tokenizer_hash"] = self.tokenizer.hash
 
     def _split(self, name: str) -> Split | Samples:
-        try:
-            part = self.meta["splits"][name]
-            paths = {key: [self.folder / shard["file"] for shard in part[key]]
-                     for key in ("shards", "mask", "starts")[:3 if self.kind == "instruct" else 1]}
-            recorded = sum(shard["tokens"] for shard in part["shards"])
-        except (KeyError, TypeError):
-            raise DataError(f"{self.folder}: dataset.json is broken, it lists no {name} shards; "
-                            "prepare the dataset again") from None
-        split = Split(name, paths["shards"], self.vocab_size)
+        part = self.meta["splits"][name]
+        split = Split(name, self._paths(part["shards"]), self.vocab_size)
+        recorded = sum(shard["tokens"] for shard in part["shards"])
         if split.n_tokens != recorded:
             raise DataError(f"{self.folder}: the {name} shards hold {split.n_tokens:,} tokens, but "
                             f"dataset.json says {recorded:,}; prepare the dataset again")
         if self.kind == "text":
             return split
-        starts = Shards(paths["starts"], "starts")
-        return Samples(name, split, Shards(paths["mask"], "mask", limit=2),
-                       starts.read(0, starts.n), self.separator, self._long)
+        starts = Shards(self._paths(part["starts"]), "starts")
+        mask = Shards(self._paths(part["mask"]), "mask", limit=2)
+        return Samples(name, split, mask, starts.read(0, starts.n), self.separator, self._long)
+
+    def _paths(self, files: list[dict]) -> list[Path]:
+        for name in (file["file"] for file in files):
+            if Path(name).name != name or "\\" in name:
+                raise DataError(f"{self.folder}: dataset.json names {name!r}, which is no file of "
+                                "this folder; prepare the dataset again")
+        return [self.folder / file["file"] for file in files]
 
     def _align(self) -> None:
         if self.separator is None or self.kind != "text":
@@ -108,5 +141,4 @@ class Dataset:
             else:
                 split.tokens.verify(part["shards"])
                 split.mask.verify(part["mask"])
-                Shards([self.folder / shard["file"] for shard in part["starts"]],
-                       "starts").verify(part["starts"])
+                Shards(self._paths(part["starts"]), "starts").verify(part["starts"])

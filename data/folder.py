@@ -32,11 +32,14 @@ class Building:
             raise DataError(f"{self.folder} exists and is no dataset; choose another --name")
 
     def refuse_other(self, meta: dict) -> None:
-        """DataError if the dataset that is there is of other text or of another tokenizer."""
+        """DataError if the dataset that is there was made otherwise than this one will be."""
         there = read_json(self.folder / "dataset.json") if self.there else meta
-        if any(there.get(key) != meta[key] for key in ("sources", "tokenizer_hash")):
-            raise DataError(f"{self.folder} was made from other text or with another tokenizer "
-                            f"({there.get('tokenizer')}, now {meta['tokenizer']}); choose another "
+        ways = {"sources": "from other text", "align": "with another --align",
+                "tokenizer_hash": f"with another tokenizer ({there.get('tokenizer')}, now "
+                                  f"{meta['tokenizer']})",
+                "val_fraction": "with another --val_fraction"}
+        if others := [way for key, way in ways.items() if there.get(key) != meta[key]]:
+            raise DataError(f"{self.folder} was made {' and '.join(others)}; choose another "
                             "--name, or replace it with --overwrite")
 
     def begin(self) -> Path:

@@ -7,6 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -23,7 +24,7 @@ LONE = re.compile("[\ud800-\udfff]")  # half of a pair of UTF-16, which UTF-8 ca
 JSON = json.JSONDecoder(strict=False, parse_int=float)  # int() refuses 5,000 digits
 # Endings of what is no text, and what prints the text inside where one command does.
 PACKED = {".zst": "zstdcat", ".xz": "xzcat", ".bz2": "bzcat", ".zip": "unzip -p", ".7z": "7z x -so",
-          ".tar": "", ".tgz": "", ".pdf": "", ".docx": ""}
+          ".tar": "", ".tgz": "", ".pdf": "", ".docx": "", ".bin": ""}
 
 
 class Piece(NamedTuple):
@@ -46,12 +47,13 @@ def read(name: str, path: Path, named: bool, errors: str, text_column: str | Non
     rows = lower.endswith(".parquet")
     packed = PACKED.get(Path(lower).suffix)
     if named and packed is not None:
-        text = ".txt" in lower or not (".json" in lower or lower.endswith(".zst"))
-        way = (f'{packed} "{path}" | python -m data.prepare {"-" if text else "-.jsonl"} '
-               "--name=NAME" if packed else "give the text files that come out of it")
+        way = (f'{packed} "{path}" | python -m data.prepare - --name=NAME' if packed else
+               "give the text files that come out of it")
         raise DataError(f"{path} is not read as it is; unpack or convert it first: {way}")
     try:
-        if packed is not None or not (named or lines or rows) and _is_binary(path):
+        head = b"" if packed is not None or lines or rows else _head(path)
+        _refuse_other_text(path, head, named)
+        if packed is not None or not named and b"\0" in head:
             _count(skipped, "binary")
         elif lines:
             yield from _select(name, path, _lines(path, errors), text_column, skipped)
@@ -71,9 +73,30 @@ def _open(path: Path) -> BinaryIO:
     return open(path, "rb", BLOCK)
 
 
-def _is_binary(path: Path) -> bool:
+def _head(path: Path) -> bytes:
     with _open(path) as file:
-        return b"\0" in file.read(BINARY_PROBE_BYTES)
+        return file.read(BINARY_PROBE_BYTES)
+
+
+def _refuse_other_text(path: Path, head: bytes, named: bool) -> None:
+    """DataError for what would be taken for binary, or for one long text, to no one's good."""
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what Windows calls Unicode
+        with suppress(UnicodeDecodeError):
+            head[:len(head) // 2 * 2].decode("utf-16")
+            raise DataError(f"{path} is UTF-16; save it as UTF-8: "
+                            f'iconv -f UTF-16 -t UTF-8 "{path}" > NAME.txt')
+    if named and path.suffix.lower() == ".json" and head.lstrip()[:1] == b"[":
+        raise DataError(f"{path} is one JSON list and would be one text; make each of its items a "
+                        f'line of a .jsonl file: jq -c ".[]" "{path}" > NAME.jsonl')
+
+
+def begins_with_object(path: Path) -> bool:
+    """Whether the first line of a file is a JSON object."""
+    with open(path, "rb") as file:
+        try:
+            return isinstance(json.loads(file.readline(16 * PIECE)), dict)
+        except (ValueError, RecursionError):
+            return False
 
 
 def _count(skipped: dict[str, int], reason: str) -> None:
@@ -170,7 +193,10 @@ def _rows(path: Path, text_column: str | None) -> Iterator[tuple[str, dict]]:
                 for number, record in enumerate(batch.to_pylist(), done + 1):
                     yield f", row {number}", without_null(record)
                 done += len(batch)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: one of the rows {done + 1} to {done + ROWS} is not UTF-8; mend "
+                        "it, or give the table as .jsonl with --errors=replace") from None
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is no whole parquet file after row {done} "
                         f"({one_line(error)}); copy or download it again") from None
 
@@ -205,9 +231,10 @@ def _select(name: str, path: Path, records: Iterable[tuple[str, dict]],
                 else:
                     yield Piece(place, sample, sample=True)
                 continue
-            text = record[column]
+            text = "" if record[column] is None else record[column]
             if not isinstance(text, str):
-                raise ValueError(f"{column!r} is of type {type(text).__name__} and no text")
+                kind = type(text).__name__.replace("float", "number")
+                raise ValueError(f"{column!r} is of type {kind} and no text")
         except ValueError as error:
             raise DataError(f"{path}{where}: {error}") from None
         parts = (text[i:i + PIECE] for i in range(0, len(text), PIECE))

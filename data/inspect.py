@@ -87,7 +87,7 @@ def show_origin(dataset: Dataset, name: str) -> None:
         line("source", f"{visible(source['source'])}: {source['documents']:,} documents, "
              f"{source['bytes']:,} bytes, sha256 {source['sha256'][:12]}")
     if "skipped" in meta:
-        line("skipped", ", ".join(f"{count:,} {what}" for what, count in meta["skipped"].items()))
+        line("skipped", ", ".join(f"{count} {what}" for what, count in meta["skipped"].items()))
     if "val_below" not in meta:
         line("split", "as published")
     elif meta["val_below"] is None:

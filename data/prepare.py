@@ -1,6 +1,8 @@
 """Prepare text for training: SOURCE... becomes a dataset folder, ready for `--dataset=NAME`."""
 
 import argparse
+import errno
+import os
 import re
 import sys
 from collections import deque
@@ -11,7 +13,8 @@ from typing import NamedTuple, NoReturn
 
 from data import DataError, did_you_mean, read_json
 from data.build import prepare
-from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, Census
+from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, TRAIN_SHARE, VAL_SHARE, Census
+from data.dataset import SPLITS
 from data.sources import KEYWORDS, data_root
 from data.tokenizer import identity
 
@@ -21,7 +24,7 @@ class Recipe(NamedTuple):
 
     source: str
     tokenizer: str
-    val_fraction: float = 0.05
+    val_fraction: float | None = None
 
 
 KNOWN = {
@@ -35,6 +38,11 @@ KNOWN = {
     "fineweb_edu_10b": Recipe("hf:HuggingFaceFW/fineweb-edu:sample-10BT", "gpt2", 0.0005),  # 45 GB
 }
 DEFAULT_TOKENIZER = "bpe:2048"
+WAYS_OUT = {  # of what the system refuses
+    errno.ENOSPC: "; make room, or set BONSAI_DATA to a folder on another disk",
+    errno.EACCES: "; to write elsewhere set BONSAI_DATA to a folder of yours",
+    errno.EROFS: "; set BONSAI_DATA to a folder that can be written",
+}
 
 
 def resolve(dataset: str, tokenizer: str | None = None,
@@ -67,8 +75,11 @@ def resolve(dataset: str, tokenizer: str | None = None,
                 "drop --tokenizer, or make another: python -m data.prepare SOURCE --name=NAME "
                 f"--tokenizer={tokenizer}")
         return path
-    if any(path.glob("*train*.bin")):
+    if dataset and _has_shards(path):
         return path
+    if path.is_file() and path.suffix == ".bin":
+        raise DataError(f"--dataset={dataset} is one file of tokens; give the folder that it lies "
+                        "in, with *train*.bin and *val*.bin")
     if dataset and path.exists():
         source = str(path.absolute())  # Path("./stdlib") alone reads like the keyword
         census = Census([(path.name, source)], "strict", None)
@@ -81,14 +92,19 @@ def resolve(dataset: str, tokenizer: str | None = None,
         return root / name
     names = sorted({*prepared, *KNOWN})
     raise DataError(f"--dataset={dataset} is no file, no folder and none of the names "
-                    f"{', '.join(names)}{did_you_mean(dataset, names)}")
+                    f"{', '.join(names[:20])}{', ...' * (len(names) > 20)}"
+                    f"{did_you_mean(dataset, names)}; other sources are for python -m data.prepare")
 
 
 def is_text(dataset: str) -> bool:
     """Whether `--dataset=` names text of the user's own, to be prepared by its content."""
     path, prepared = Path(dataset), data_root() / dataset / "dataset.json"
     return path.exists() and dataset not in KNOWN and not prepared.is_file() and not (
-        (path / "dataset.json").is_file() or any(path.glob("*train*.bin")))
+        (path / "dataset.json").is_file() or _has_shards(path))
+
+
+def _has_shards(folder: Path) -> bool:
+    return any(any(folder.glob(f"*{split}*.bin")) for split in SPLITS)
 
 
 def stem(source: str) -> str:
@@ -119,12 +135,12 @@ def main(argv: list[str] | None = None) -> int:
         f"takes its files from there) or a tokenizer.json (default: {DEFAULT_TOKENIZER}; for the "
         "names " + ", ".join(f"{name} {recipe.tokenizer}" for name, recipe in KNOWN.items()) + ")")
     add("--text_column", metavar="NAME", help="of .jsonl, .parquet and hf: the column with the "
-        "text (default: text, or prompt and completion, or messages)")
+        "text (default: messages, else prompt and completion, else text)")
     add("--errors", choices=("strict", "replace"), default="strict", help="what is not UTF-8 is "
         "refused, or replaced by U+FFFD (default: %(default)s)")
-    add("--val_fraction", type=float, help="share of many documents to hold out, at least "
+    add("--val_fraction", type=float, help="share to hold out; of many documents at least "
         f"{100 * MIN_VAL_SHARE:.0f}%% of their bytes or {MIN_VAL_BYTES / 1e6:.0f} MB (default: "
-        "0.05; less for the large names)")
+        f"{VAL_SHARE} of them, {1 - TRAIN_SHARE:.1f} of a single text; less of the large names)")
     add("--align", choices=("document",), help="begin training rows with a document where one is")
     add("--workers", type=int, help="threads that encode (default: one a core)")
     add("--overwrite", action="store_true", help="replace a dataset that has the name")
@@ -134,19 +150,28 @@ def main(argv: list[str] | None = None) -> int:
     if len(args.sources) == 1 and args.sources[0] in KNOWN:
         recipe = KNOWN[args.sources[0]]
 
+    for name in ("name", "tokenizer", "text_column"):
+        if getattr(args, name) == "":
+            parser.error(f"--{name}= is empty; leave it out to take the default")
+    if args.sources[0] == "-" and not args.name:
+        parser.error("standard input has no name; give the dataset one: --name=NAME")
+
     def prepared() -> None:
         fraction = recipe.val_fraction if args.val_fraction is None else args.val_fraction
         folder = prepare([recipe.source] if recipe.source else args.sources,
                          args.name or stem(args.sources[0]), args.tokenizer or recipe.tokenizer,
                          args.errors, fraction, args.overwrite, args.text_column, args.align,
-                         args.workers)
-        print(f"next: python train.py config/small.py --dataset={folder.name}")
+                         args.workers, say=tell)
+        tell(f"next: python train.py config/small.py --dataset={folder.name}")
 
     return run(prepared, args.debug)
 
 
 def run(command: Callable[[], None], debug: bool) -> int:
     """Run what a command line of this room asks for; returns its exit code."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # it was closed
+            setattr(sys, stream, open(os.devnull, "w"))
     if sys.stdout.errors == "strict":  # a path may have letters that the output's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -157,9 +182,17 @@ def run(command: Callable[[], None], debug: bool) -> int:
     except (DataError, OSError) as error:
         if debug:
             raise
-        print(error, file=sys.stderr)
+        print(f"{error}{WAYS_OUT.get(getattr(error, 'errno', None), '')}", file=sys.stderr)
         return 2
     return 0
+
+
+def tell(line: str) -> None:
+    """Print a line; work goes on where nobody reads it any more."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
 
 
 if __name__ == "__main__":

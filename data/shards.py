@@ -92,8 +92,9 @@ def check_header(path: Path, kind: str = "tokens") -> tuple[int, np.dtype]:
     if dtype is None:
         raise DataError(
             f"{path} is no {kind.rstrip('s')} shard: it begins with {magic}, {version} and not one "
-            f"of {list(LAYOUTS[kind])}; prepare the text with data.prepare, or convert "
-            "nanoGPT's .bin files with python -m extras.nanogpt_bin")
+            f"of {list(LAYOUTS[kind])}; prepare the text with data.prepare" + (
+                ", or convert nanoGPT's .bin files with python -m extras.nanogpt_bin"
+                if kind == "tokens" else ""))
     size, expected = path.stat().st_size, HEADER_BYTES + count * dtype.itemsize
     if size != expected or count < 0:
         raise DataError(f"{path} is torn: its {count:,} {kind} make {expected:,} bytes, but it has "
@@ -110,7 +111,7 @@ class Shards:
     """
 
     def __init__(self, paths: Sequence[Path], kind: str = "tokens", limit: int = 2**62):
-        self.paths, self.limit = list(paths), limit
+        self.paths, self.kind, self.limit = list(paths), kind, limit
         counts, self._dtypes = zip(*(check_header(path, kind) for path in paths), strict=True)
         self._widest = max(self._dtypes, key=lambda dtype: dtype.itemsize)
         self._bounds = np.cumsum([0, *counts]).tolist()  # of the shards, in tokens of the split
@@ -135,10 +136,12 @@ class Shards:
         if out.size and out.max() >= self.limit:
             i, j = np.argwhere(out >= self.limit)[0].tolist()
             shard = bisect_right(self._bounds, starts[i] + j) - 1
+            ways = {"tokens": f"the vocabulary has {self.limit} ids; the tokenizer is not the "
+                              "shards' own"}
             raise DataError(
                 f"{self.paths[shard]}: token {starts[i] + j - self._bounds[shard]} has id "
-                f"{out[i, j]}, but the vocabulary has {self.limit} ids; the tokenizer is not the "
-                "shards' own")
+                f"{out[i, j]}, but " + ways.get(self.kind, f"a {self.kind} has numbers below "
+                                                f"{self.limit} alone; prepare the dataset again"))
         return out.astype(np.int64)
 
     def _fill(self, row: np.ndarray, start: int) -> None:
@@ -183,7 +186,8 @@ class Split(Shards):
         if self.n_tokens < block_size + 1:
             raise DataError(
                 f"the {self.name} split has {self.n_tokens:,} tokens, but --block_size={block_size}"
-                f" needs {block_size + 1:,}; set a smaller --block_size or prepare more text")
+                f" needs {block_size + 1:,}; "
+                f"{'set a smaller --block_size or ' if self.n_tokens > 1 else ''}prepare more text")
 
     def rows(self, first: int, n: int, block_size: int, seed: int) -> np.ndarray:
         """Training rows first .. first + n - 1, int64 (n, block_size + 1).

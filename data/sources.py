@@ -24,7 +24,6 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 STDLIB_MIN_BYTES = 2_000_000  # a whole one has 10 MB and more
-STDIN = ("-", "-.jsonl")
 HUB_SPLITS = ("train", "validation", "test")
 
 
@@ -60,19 +59,15 @@ def fetched(sources: list[str], text_column: str | None = None,
     disk is no part of its name.
     """
     cache, spools, found = data_root() / ".cache", [], []
-    if sum(source in STDIN for source in sources) > 1:
-        raise DataError(f"standard input ({' or '.join(STDIN)}) can be given only once")
+    if sources.count("-") > 1:
+        raise DataError("standard input (-) can be given only once")
     _clear(cache)
     try:
         for source in sources:
-            if source in STDIN:
+            if source == "-":
                 cache.mkdir(parents=True, exist_ok=True)
-                spools.append(cache / f"stdin-{os.getpid()}{source[1:]}")
-                if sys.stdin.isatty():
-                    say("reading what is typed, until Ctrl-D (Ctrl-Z and Enter on Windows)")
-                with open(spools[-1], "wb") as file:
-                    shutil.copyfileobj(sys.stdin.buffer, file, formats.BLOCK)
-                found.append(("stdin", str(spools[-1])))
+                spools += [cache / f"stdin-{os.getpid()}{ending}" for ending in ("", ".jsonl")]
+                found.append(("stdin", str(_spool(*spools, say))))
             elif source.startswith("hf:"):
                 found.append(_download(source, cache, text_column, say))
             else:
@@ -81,6 +76,20 @@ def fetched(sources: list[str], text_column: str | None = None,
     finally:
         for spool in spools:
             spool.unlink(missing_ok=True)
+
+
+def _spool(path: Path, as_lines: Path, say: Callable[[str], None]) -> Path:
+    """Write standard input to `path`, or to the other one if it begins with a JSON object."""
+    if sys.stdin is None:
+        raise DataError("standard input is closed; pipe a text into it")
+    if sys.stdin.isatty():
+        say("reading what is typed, until Ctrl-D (Ctrl-Z and Enter on Windows)")
+    with open(path, "wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file, formats.BLOCK)
+    if not formats.begins_with_object(path):
+        return path
+    say("standard input begins with a JSON object: its lines are taken as documents")
+    return path.rename(as_lines)
 
 
 def _clear(cache: Path) -> None:
@@ -170,8 +179,11 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return [(source, _shakespeare())]
     if path.is_file():
         return [(source, path)]
-    if path.is_dir():
+    if path.is_dir() and source:
         return _walk(path, lambda name: not name.startswith("."))
+    if path.exists() and source:
+        raise DataError(f"{source} is a pipe or a device, which cannot be read twice; pipe it into "
+                        f"standard input: python -m data.prepare - --name=NAME < {source}")
     raise DataError(f"there is no file or folder {source!r}; a source is a text, .jsonl or "
                     ".parquet file, a folder of them, hf:NAME, - (standard input) or one of "
                     f"{', '.join(KEYWORDS)}")

@@ -186,7 +186,7 @@ def make_tokenizer(spec: str, texts: Iterable[str] = ()) -> Tokenizer:
     if colon and name in _extras():
         return _extra(name).make(argument)
     if spec.endswith(".json"):
-        return from_json(read_json(Path(spec)))
+        return from_json(read_json(Path(spec), "give --tokenizer= that of a dataset or checkpoint"))
     more = [f"{name}:..." for name in _extras()]
     hint = did_you_mean(spec, ["byte", "char", "bpe:2048", *encodings, *more])
     raise DataError(f"--tokenizer={spec} is none of byte, char, bpe:N, a path to a tokenizer.json, "

@@ -44,8 +44,8 @@ def convert(source: Path, name: str, spec: str | None = None, text: Path | None 
             _compare(files, made, text)
         meta = {"format": FORMAT, "name": name, "kind": "text", "tokenizer": made.spec,
                 "tokenizer_hash": made.hash, "vocab_size": made.vocab_size, "separator": made.eot,
-                "align": None, "sources": records, "val_below": None, "splits": {},
-                "skipped": {"empty": 0, "binary": 0, "without target": 0}}
+                "align": None, "sources": records, "val_fraction": None, "val_below": None,
+                "splits": {}, "skipped": {"empty": 0, "binary": 0, "without target": 0}}
         if not overwrite:
             building.refuse_other(meta)
         folder = building.begin()

@@ -42,8 +42,9 @@ def dataset_of(folder: Path, train: list[int], val: list[int], tokenizer: Tokeni
     folder.mkdir(parents=True)
     tokenizer, splits = tokenizer or ByteTokenizer(), {}
     for name, ids in zip(SPLITS, (train, val), strict=True):
-        splits[name] = {"tokens": len(ids), "shards": write(
-            folder, name, ids, vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens)}
+        splits[name] = {"documents": list(ids).count(tokenizer.eot), "bytes": 1, "tokens": len(ids),
+                        "shards": write(folder, name, ids, vocab_size=tokenizer.vocab_size,
+                                        shard_tokens=shard_tokens)}
         for kind, numbers in (sidecars or {}).get(name, {}).items():
             splits[name][kind] = write(folder, name, numbers, kind, 0)
     meta = {"format": 1, "name": "mine", "tokenizer": tokenizer.spec, "splits": splits,
@@ -345,7 +346,7 @@ def size_of(path: Path) -> tuple[int, int]:
     tokens_of(*("a" * 2**k for k in range(12)), ""), tokens_of(*("a" * k for k in range(50)))),
     ids=("a token", "no text", "one", "equal", "wide", "even"))
 def test_a_figure_is_drawn_whatever_the_lengths(tmp_path, capsys, train):
-    folder = dataset_of(tmp_path / "a $x^$ 😀 set", train, [], name=None)
+    folder = dataset_of(tmp_path / "a $x^$ 😀 set", train, [])
     assert str(folder / "documents.png") in said(capsys, folder)
     assert size_of(folder / "documents.png") == (960, 540)
 

@@ -1,5 +1,6 @@
 """From text to a dataset folder and back: the split, the files, the names, the command."""
 
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from data import DataError, build
 from data import prepare as command
 from data.build import prepare
-from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, divide, place, threshold
+from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, Rule, divide, place, threshold
 from data.dataset import Dataset
 from data.folder import replacing
 from data.prepare import KNOWN, Recipe, resolve, stem
@@ -106,7 +107,7 @@ def test_a_document_never_changes_sides(numbers, extra):
         limit = threshold(places, [1] * len(texts), val_fraction=0.4)
         census = SimpleNamespace(places=places, chars=0, again=lambda: enumerate(
             Piece("", text) for text in texts))
-        return {piece.text: side for side, piece in divide(census, limit)}
+        return {piece.text: side for side, piece in divide(census, Rule(limit))}
 
     few, many = [str(n) for n in sorted(numbers)], [str(n) for n in numbers | extra]
     before, after = sides(few), sides(many)
@@ -448,6 +449,13 @@ def test_the_locale_does_not_matter(tmp_path, data_folder):
     (["TEXT", "--errors=ignore"], "--errors: invalid choice"),
     (["TEXT", "--val_fraction=a"], "--val_fraction: invalid float value: 'a'"),
     (["TEXT", "--val_fraction=1"], "--val_fraction=1.0: expected at least 0 and below 1"),
+    (["TEXT", "--name="], "--name= is empty"),
+    (["TEXT", "--tokenizer="], "--tokenizer= is empty"),
+    (["TEXT", "--text_column="], "--text_column= is empty"),
+    (["TEXT", "--tokenizer=byte", "--workers=-1"], "--workers=-1: expected 0 to 1024"),
+    (["TEXT", "--tokenizer=gpt2", "--align=line"], "--align: invalid choice"),
+    ([""], "there is no file or folder ''"),
+    (["-"], "standard input has no name; give the dataset one: --name=NAME"),
 ))
 def test_a_mistake_is_one_line_and_exit_2(text, data_folder, capsys, arguments, message):
     arguments = [text if argument == "TEXT" else argument for argument in arguments]
@@ -487,7 +495,7 @@ def test_ctrl_c_is_one_line_and_exit_130(text, data_folder, monkeypatch, capsys)
 
 def test_a_known_name_brings_its_tokenizer(monkeypatch):
     calls: list[tuple] = []
-    monkeypatch.setattr(command, "prepare", lambda *args: calls.append(args) or Path(args[1]))
+    monkeypatch.setattr(command, "prepare", lambda *args, say: calls.append(args) or Path(args[1]))
     command.main(["shakespeare_char"])
     command.main(["stdlib", "--tokenizer=byte", "--name=x"])
     command.main(["stdlib", "shakespeare"])
@@ -782,4 +790,113 @@ def test_recipes_are_names_of_the_hub_without_scripts():
     assert {recipe.source for recipe in KNOWN.values() if recipe.source.startswith("hf:")} == {
         "hf:roneneldan/TinyStories", "hf:Skylion007/openwebtext",
         "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}
-    assert all(0 < recipe.val_fraction <= 0.05 for recipe in KNOWN.values())
+    assert all(0 < recipe.val_fraction <= 0.01 for recipe in KNOWN.values()
+               if recipe.source.startswith("hf:"))
+
+
+def test_what_is_held_out_of_a_single_text_can_be_chosen(text):
+    content = Path(text).read_bytes().decode()
+    for fraction in (0.25, 0.0):
+        dataset = Dataset(prepare([text], "x", "char", val_fraction=fraction, overwrite=True,
+                                  say=quiet))
+        assert dataset.train.n_tokens == int((1 - fraction) * len(content))
+
+
+@pytest.mark.parametrize("option, words", (
+    ({"val_fraction": 0.5}, "with another --val_fraction"),
+    ({"align": "document"}, "with another --align"),
+    ({"tokenizer": "bpe:300"}, "with another tokenizer \\(byte, now bpe:300\\)"),
+    ({"val_fraction": 0.5, "align": "document"}, "with another --align and with another"),
+))
+def test_another_split_or_alignment_is_no_silent_replacement(folder, option, words):
+    """A run that goes on would have held-out documents among those it trains on."""
+    prepare([folder], "mine", "byte", say=quiet)
+    with pytest.raises(DataError, match=f"mine was made {words}.*; choose"):
+        prepare([folder], "mine", **{"tokenizer": "byte", **option}, say=quiet)
+    prepare([folder], "mine", **{"tokenizer": "byte", **option}, overwrite=True, say=quiet)
+
+
+def test_alignment_is_refused_before_a_set_of_samples_is_written(chat, data_folder):
+    with pytest.raises(DataError, match="--align=document is for texts"):
+        prepare([chat], "chat", "byte", align="document", say=quiet)
+    assert visible(data_folder) == []
+
+
+def test_a_single_sample_is_said_to_be_too_few(tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}')
+    said: list[str] = []
+    dataset = Dataset(prepare([str(path)], "one", "byte", say=said.append))
+    assert dataset.meta["val_below"] == "0" * 16 and dataset.val.n_tokens == 0
+    assert any(line.startswith("val is empty") for line in said)
+    with pytest.raises(DataError, match="none of the val split's 0 samples"):
+        dataset.val.require(8)
+
+
+def test_samples_that_nobody_answers_are_explained(tmp_path):
+    path = tmp_path / "bot.jsonl"
+    path.write_text('{"messages": [{"role": "Bot", "content": "hello"}]}\n' * 3)
+    with pytest.raises(DataError, match="3 samples without a target, which is what the role `ass"):
+        prepare([str(path)], "x", "byte", say=quiet)
+
+
+def test_json_lines_may_come_through_a_pipe(data_folder):
+    done = subprocess.run([sys.executable, "-m", "data.prepare", "-", "--name=piped"], cwd=CLONE,
+                          input='{"text": "abc "}\n' * 3, capture_output=True, text=True)
+    assert done.returncode == 0 and "its lines are taken as documents" in done.stdout
+    assert Dataset(data_folder / "piped").meta["sources"][0]["documents"] == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell's way to close a stream")
+@pytest.mark.parametrize("streams", ("1>&-", "2>&-", "1>&- 2>&-", "| true", "1>/dev/full", "0<&-"))
+def test_streams_that_nobody_reads_stop_nothing(text, data_folder, streams):
+    line = f"set -o pipefail; {sys.executable} -m data.prepare '{text}' --name=x {streams}"
+    done = subprocess.run(["bash", "-c", line], cwd=CLONE, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert Dataset(data_folder / "x").train.n_tokens
+
+
+@pytest.mark.parametrize("edit, where", (
+    ({"kind": "vision"}, "of kind 'vision'"), ({"kind": None}, "of kind None"),
+    ({"sources": None}, "sources"), ({"sources": [{}]}, r"sources\[0\].source"),
+    ({"sources": []}, "sources"), ({"skipped": 3}, "skipped"), ({"val_below": 7}, "val_below"),
+    ({"val_below": "no"}, "val_below"), ({"name": 3}, "name"), ({"kind": "instruct"}, "mask"),
+), ids=str)
+def test_a_dataset_json_of_another_shape_is_named(text, edit, where):
+    made = prepare([text], "mine", "byte", say=quiet)
+    meta = json.loads((made / "dataset.json").read_text())
+    (made / "dataset.json").write_text(json.dumps(meta | edit))
+    with pytest.raises(DataError, match=where):
+        Dataset(made)
+
+
+@pytest.mark.parametrize("name", ("../mine/train_000000.bin", "/etc/passwd", "..", "a\\b", ""))
+def test_a_dataset_names_no_file_of_another_folder(text, name):
+    made = prepare([text], "mine", "byte", say=quiet)
+    meta = json.loads((made / "dataset.json").read_text())
+    meta["splits"]["train"]["shards"][0]["file"] = name
+    (made / "dataset.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="no file of this folder|is missing|no token shard"):
+        Dataset(made)
+
+
+def test_one_file_of_tokens_is_no_text(text):
+    made = prepare([text], "mine", "byte", say=quiet)
+    with pytest.raises(DataError, match="is one file of tokens; give the folder"):
+        resolve(str(made / "train_000000.bin"), say=quiet)
+    with pytest.raises(DataError, match="train_000000.bin is not read as it is"):
+        prepare([str(made / "train_000000.bin")], "x", "byte", say=quiet)
+    for other in ("train_000000.bin", "dataset.json"):
+        (made / other).unlink()
+    with pytest.raises(DataError, match="neither dataset.json nor train shards"):
+        Dataset(resolve(str(made), say=quiet))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk at hand")
+def test_what_the_system_refuses_has_a_way_out(text, monkeypatch, capsys):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build, "_write_shards", full)
+    assert command.main([text, "--name=x"]) == 2
+    assert "make room, or set BONSAI_DATA" in capsys.readouterr().err

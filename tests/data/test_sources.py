@@ -167,8 +167,8 @@ def test_a_keyword_wins_unless_the_path_is_spelled_out(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, way", [
-    ("pile.jsonl.zst", 'zstdcat "{}" | python -m data.prepare -.jsonl --name=NAME'),
-    ("00.ZST", 'zstdcat "{}" | python -m data.prepare -.jsonl --name=NAME'),
+    ("pile.jsonl.zst", 'zstdcat "{}" | python -m data.prepare - --name=NAME'),
+    ("00.ZST", 'zstdcat "{}" | python -m data.prepare - --name=NAME'),
     ("a.txt.xz", 'xzcat "{}" | python -m data.prepare - --name=NAME'),
     ("enwik8.zip", 'unzip -p "{}" | python -m data.prepare - --name=NAME'),
     ("paper.pdf", "convert it first"), ("letter.docx", "convert it first")])
@@ -278,8 +278,7 @@ def test_lines_are_documents_whatever_else_they_hold(tmp_path):
     (b'"text"', "line 2 is no JSON object"), (b"{} {}", "line 2 is not JSON (Extra data)"),
     (b'{"body": "a", "id": 3}', "line 2 has no column 'text', but ['body', 'id']; name one with "
      "--text_column="), (b"{}", "line 2 has no column 'text', but []"),
-    (b'{"text": 3.5}', "line 2: 'text' is of type float and no text"),
-    (b'{"text": null}', "line 2: 'text' is of type NoneType"),
+    (b'{"text": 3.5}', "line 2: 'text' is of type number and no text"),
     (b'{"text": "\xe9t\xe9"}', "line 2: byte 0xe9 at offset 24 is not UTF-8"),
     (b"[" * 200_000, "line 2 is not JSON (")])
 def test_a_broken_line_is_named(line, reason, tmp_path):
@@ -330,7 +329,7 @@ def test_a_broken_table_is_named(tmp_path, monkeypatch):
     latin = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"),
                                         pa.py_buffer(b"\xe9"))
     parquet.write_table(pa.table({"text": latin}), path)
-    assert "utf-8" in refused(path)
+    assert "one of the rows 1 to 64 is not UTF-8" in refused(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install pyarrow" in refused(path)
 
@@ -427,7 +426,7 @@ def test_what_a_data_set_lacks_is_named(hub, data_folder):
     assert "Available: ['default']" in refused_fetch(f"hf:{hub}:nope")
     assert "has no column 'body', but ['id', 'text']" in refused_fetch(
         f"hf:{hub}", text_column="body")
-    assert "'id' is of type float and no text" in refused_fetch(f"hf:{hub}", text_column="id")
+    assert "'id' is of type number and no text" in refused_fetch(f"hf:{hub}", text_column="id")
     assert "expected hf:NAME" in refused_fetch("hf:")
     assert "expected hf:NAME" in refused_fetch("hf:a:b:c:d")
     assert "parquet or jsonl files" in refused_fetch(f"hf:{hub.parent / 'nothing'}")
@@ -475,10 +474,15 @@ def test_standard_input_can_be_read_twice_and_is_deleted(monkeypatch, data_folde
             assert list(texts(found[0][1]).values()) == ["a\r\né"]
     assert list((data_folder / ".cache").iterdir()) == []
     pipe(monkeypatch, b'{"text": "a"}\n{"text": "b"}')
-    assert fetch("-.jsonl")[:2] == ("stdin", ["a", "b"])
+    assert fetch("-")[:2] == ("stdin", ["a", "b"])
+    for text in ("{no JSON}", "[1]\n{}", '{"cut'):  # no object first: one text
+        pipe(monkeypatch, text.encode())
+        assert fetch("-")[:2] == ("stdin", [text])
     pipe(monkeypatch, b"")
     assert fetch("-")[1] == []
-    assert "can be given only once" in refused_fetch_all(["-", "-.jsonl"])
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in refused_fetch_all(["-"])
+    assert "can be given only once" in refused_fetch_all(["-", "-"])
 
 
 def refused_fetch_all(names) -> str:
@@ -577,3 +581,39 @@ def test_a_standard_library_that_is_not_there_is_named(files, tmp_path, monkeypa
     with pytest.raises(DataError, match="zipped, absent or stripped") as error:
         list(documents("stdlib"))
     assert "\n" not in str(error.value) and "--dataset=my.txt" in str(error.value)
+
+
+def test_utf_16_is_named_and_not_taken_for_binary(tmp_path):
+    (tmp_path / "notes").mkdir()
+    path = tmp_path / "notes" / "windows.txt"
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        bom = b"" if encoding == "utf-16" else "\ufeff".encode(encoding)
+        path.write_bytes(bom + ("née " * 5000).encode(encoding))
+        for source in (path, path.parent):
+            assert "windows.txt is UTF-16; save it as UTF-8: iconv" in refused(source)
+    path.write_bytes(b"\xff\xfe\x00\xdc" * 100)  # but this is no UTF-16
+    assert texts(path.parent) == {}
+
+
+def test_a_json_list_is_no_text_unless_it_lies_in_a_folder(tmp_path):
+    path = tmp_path / "alpaca.json"
+    path.write_text('\n [{"text": "a"}]')
+    assert 'jq -c ".[]"' in refused(path)
+    assert list(texts(tmp_path)) == ["alpaca.json"]
+    path.write_text('{"a": 1}')
+    assert list(texts(path).values()) == ['{"a": 1}']
+
+
+def test_null_is_an_empty_text_everywhere(tmp_path):
+    skipped = {}
+    path = write_lines(tmp_path / "a.jsonl", {"text": None}, {"text": "b"})
+    assert [p.text for p in documents(str(path), skipped=skipped)] == ["b"]
+    assert skipped["empty"] == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_or_device_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "pipe", "/dev/null"):
+        assert f"{source} is a pipe or a device" in refused(source)
+    assert "there is no file or folder ''" in refused("")

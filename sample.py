@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 
 from data import DataError
-from data.tokenizer import Tokenizer, from_json
+from data.instruct import question
+from data.tokenizer import EOT, Tokenizer, from_json
 from kit import checkpoint, runs
 from kit.device import DTYPES, choose_device, name_of
 from kit.sampling import Sampler, TextStream, start_ids
@@ -26,6 +27,7 @@ class SampleSettings:
     """Continue a prompt with a trained model, token by token."""
 
     prompt: str = ""  # text to continue; empty: start a new document
+    ask: str | None = None  # a user's message; a model trained on chats answers, and ends there
     out_dir: str | None = None  # a run or checkpoint folder; None: the newest run
     step: int | None = None  # which checkpoint; None: the best
     num_samples: int = 1  # continuations, side by side
@@ -47,6 +49,8 @@ class SampleSettings:
         in_range(self, -1, 1 + 1e-9, "top_p")
         if self.stop == "":
             raise UserError("stop: an empty text; leave --stop out to go on to the end")
+        if self.ask is not None and self.prompt:
+            raise UserError(f"ask={self.ask!r} and prompt={self.prompt!r}: give one of them")
 
 
 def note(text: str) -> None:
@@ -73,7 +77,10 @@ def main(argv: list[str]) -> None:
 
 
 def prompt_ids(s: SampleSettings, model: GPT, tokenizer: Tokenizer) -> list[int]:
-    ids = list(tokenizer.encode(s.prompt, unknown=s.unknown)) or start_ids(tokenizer)
+    if s.ask is not None:
+        ids = question(s.ask, tokenizer)
+    else:
+        ids = list(tokenizer.encode(s.prompt, unknown=s.unknown)) or start_ids(tokenizer)
     if len(ids) > model.config.block_size:
         note(f"the prompt has {len(ids)} tokens, the model's context is {model.config.block_size}: "
              "it sees the newest of them")
@@ -84,7 +91,8 @@ def write(s: SampleSettings, model: GPT, tokenizer: Tokenizer, prompt: list[int]
     """Print the samples: the first unwritten one as it comes, the others when their turn comes."""
     idx = torch.tensor([prompt], device=model.wte.weight.device)
     choose = Sampler(s.num_samples, s.temperature, s.top_k, s.top_p, s.seed)
-    streams = [TextStream(s.stop) for _ in range(s.num_samples)]
+    stop = EOT if s.stop is None and s.ask is not None else s.stop
+    streams = [TextStream(stop) for _ in range(s.num_samples)]
     texts = [s.prompt] * s.num_samples  # what is known of each and not yet on the screen
     turn = 0
     for left, ids in zip(range(s.max_new_tokens, 0, -1),

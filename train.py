@@ -26,7 +26,7 @@ from kit.device import autocast, choose_device, choose_dtype, compile_model, des
 from kit.evaluate import eval_batches, evaluate, spell_loss
 from kit.metrics import Log, Wandb, draw_loss, peak_memory, spell_time
 from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
-from kit.sampling import Sampler, start_ids
+from kit.sampling import start_ids, write_text
 from kit.settings import UserError, at_least, in_range, load, run
 from model import GPT, GPTConfig
 
@@ -244,8 +244,8 @@ class Trainer:
         say(f"update: {s.batch_size} rows x {s.block_size} tokens x "
             f"{s.gradient_accumulation_steps} micro-steps x 1 process = {tokens:,} tokens")
         epochs = s.max_iters * tokens / s.block_size / data.train.epoch_rows(s.block_size)
-        say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens, "
-            f"in {self.path}")
+        say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
+            f"of {data.folder.name}, in {self.path}")
         checkpoint.write_json(self.path / "config.json", {
             "settings": asdict(s), "device": self.device.type,
             "dtype": str(self.dtype).split(".")[1], "dataset_hash": data.hash})
@@ -387,12 +387,12 @@ class Trainer:
         say(f"a sample:\n{'-' * 80}\n{self.sample()}\n{'-' * 80}")
         say('write more with: python sample.py --prompt "..."')
 
-    def sample(self, max_new_tokens: int = 300) -> str:
-        """What the model writes by itself."""
-        start = torch.tensor([start_ids(self.data.tokenizer)], device=self.device)
-        choose = Sampler(1, temperature=0.8, top_k=50, seed=self.s.seed)
-        ids = self.model.eval().generate(start, max_new_tokens, choose)
-        return self.data.tokenizer.decode([int(i) for i in ids])
+    def sample(self) -> str:
+        """What the model writes by itself, or answers to a held-out sample."""
+        data, start, end = self.data, start_ids(self.data.tokenizer), None
+        if data.kind == "instruct":
+            start, end = data.val.prompt(0), data.separator
+        return write_text(self.model, data.tokenizer, start, end, self.s.seed)
 
 
 if __name__ == "__main__":

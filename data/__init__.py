@@ -1,8 +1,7 @@
 """Text in, token shards out: the room that prepares what the model reads.
 
 `sources` finds documents, `tokenizer` turns text into ids and back, `build` writes a dataset folder
-and `prepare` is its command; `shards` and `dataset` open what was written. Nothing in here knows
-torch, the model or the trainer.
+and `prepare` is its command; `shards` and `dataset` open what was written.
 """
 
 import hashlib

@@ -2,12 +2,11 @@
 
 One for hashes and sizes, from which the split follows; one for the tokenizer, where it learns from
 text; one that writes tokens. The same text gives the same folder, to the byte, for any number of
-workers, which are threads: tiktoken's engine lets go of Python's lock, and a thread cannot die
-alone, be left behind or start the program anew.
+workers. They are threads: tiktoken lets go of Python's lock, and a thread cannot die alone.
 """
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,13 +31,14 @@ LESSON_BYTES = 1_000_000_000  # of training text at most, for a tokenizer that l
 def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict",
             val_fraction: float | None = None, overwrite: bool = False,
             text_column: str | None = None, align: str | None = None, workers: int | None = None,
-            again: bool = True, say: Callable[[str], None] = print) -> Path:
+            again: bool = True, split_at: str | None = None,
+            say: Callable[[str], None] = print) -> Path:
     """Write the dataset `name` and return its folder; whatever stops it, nothing half-made is left.
 
-    sources, errors, text_column: see `sources.documents`; tokenizer: see `make_tokenizer`;
-    val_fraction: see `census.rule`; align="document": training rows begin with a document where
-    they can; workers: threads that encode, None for one a core. overwrite: replace a dataset of
-    that name even if it was made otherwise. again=False: leave one that is there as it is.
+    sources, errors, text_column, split_at: see `sources.documents`; tokenizer: see
+    `make_tokenizer`; val_fraction: see `census.rule`; align="document": rows begin with one;
+    workers: threads that encode, None for one a core; overwrite: even a dataset that was made
+    otherwise; again=False: leave one that is there as it is.
     """
     workers = cores() if workers is None else workers
     if not 0 <= workers <= 1024:
@@ -47,19 +47,20 @@ def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict
         if building.there and not again:
             return building.folder
         with fetched(sources, text_column, say) as found:
-            census = Census(found, errors, text_column)
-            for _ in tqdm(census.pieces(), "reading", unit=" documents", disable=None):
-                pass
+            census = Census(found, errors, text_column, split_at)
+            deque(tqdm(census.pieces(), "reading", unit=" documents", disable=None), maxlen=0)
             if not census.sizes:
                 raise DataError(f"there is no text in {', '.join(sources)} ({census.spell()})")
             held_out = rule(census, val_fraction)
-            made = make_tokenizer(tokenizer, _lesson(census, held_out, tokenizer == "char"))
+            made = make_tokenizer(tokenizer, tqdm(
+                _lesson(census, held_out, tokenizer == "char"), "learning", unit=" pieces",
+                disable=None if tokenizer.startswith(("char", "bpe:")) else True))
             _check_separator(made, census.kind, align)
             meta = {"format": FORMAT, "name": name, "kind": census.kind, "tokenizer": made.spec,
                     "tokenizer_hash": made.hash, "vocab_size": made.vocab_size,
                     "separator": made.eot, "align": align, "sources": census.records,
-                    "skipped": census.skipped, "val_fraction": val_fraction,
-                    "val_below": held_out.spell()}
+                    "skipped": census.skipped, "val_fraction": val_fraction, "val_below":
+                    None if held_out.limit is None else f"{held_out.limit:016x}"}
             if not overwrite:
                 building.refuse_other(meta)
             folder = building.begin()
@@ -75,8 +76,7 @@ def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict
 
 def _check_separator(tokenizer: Tokenizer, kind: str, align: str | None) -> None:
     if align and kind == "instruct":
-        raise DataError("--align=document is for texts: a row of instruction data is a sample of "
-                        "its own; leave it out")
+        raise DataError("--align=document is for texts, not for instruction data; leave it out")
     if tokenizer.eot is None and (align or kind == "instruct"):
         raise DataError(f"--tokenizer={tokenizer.spec} has no separator, which "
                         f"{'--align=document' if align else 'instruction data'} needs; take byte, "
@@ -90,8 +90,9 @@ def cores() -> int:
 
 
 class Encoded(NamedTuple):
-    """What became of some documents of one split."""
+    """What became of a job, some documents of one split."""
 
+    split: str
     tokens: np.ndarray  # (n,)
     mask: np.ndarray  # uint8 (n,); of instruction samples only, else empty
     starts: np.ndarray  # first token of each sample, counted within tokens; else empty
@@ -99,19 +100,18 @@ class Encoded(NamedTuple):
     bytes: int
 
 
-def encode(job: list[Piece], tokenizer: Tokenizer) -> Encoded:
-    """The tokens of pieces, each document with the separator before it."""
+def encode(job: tuple[str, list[Piece]], tokenizer: Tokenizer) -> Encoded:
+    """The tokens of a split's pieces, each document with the separator before it."""
+    split, pieces = job
     dtype = np.uint32 if tokenizer.vocab_size > 2**16 else np.uint16
     separator = np.array([] if tokenizer.eot is None else [tokenizer.eot], dtype)
-    tokens, masks, starts, size, n_bytes = [separator[:0]], [], [], 0, 0
-    for piece in job:
+    tokens, masks, n_bytes = [separator[:0]], [np.empty(0, np.uint8)], 0
+    for piece in pieces:
         try:
             text = instruct.text_of(piece.text) if piece.sample else piece.text
             if piece.sample:
                 ids, mask = instruct.encode(piece.text, tokenizer)
                 masks.append(mask)
-                starts.append(size)
-                size += ids.size
             else:
                 ids = tokenizer.encode_array(text)
                 if piece.starts:
@@ -121,16 +121,13 @@ def encode(job: list[Piece], tokenizer: Tokenizer) -> Encoded:
             raise (DataError if known else RuntimeError)(f"{piece.place}: {error}") from error
         tokens.append(ids)
         n_bytes += len(text.encode("utf-8"))
-    mask = np.concatenate([np.empty(0, np.uint8), *masks])
-    return Encoded(np.concatenate(tokens, dtype=dtype, casting="unsafe"), mask,
-                   np.array(starts, np.int64), sum(piece.starts for piece in job), n_bytes)
+    starts = np.cumsum([mask.size for mask in masks], dtype=np.int64)[:-1]
+    return Encoded(split, np.concatenate(tokens, dtype=dtype, casting="unsafe"),
+                   np.concatenate(masks), starts, sum(piece.starts for piece in pieces), n_bytes)
 
 
 def _lesson(census: Census, held_out: Rule, everything: bool) -> Iterator[str]:
-    """The text that a tokenizer learns from: training text, every n-th piece where it is much.
-
-    everything: all there is, for an alphabet, which must know every character.
-    """
+    """Training text that a tokenizer learns from, every n-th piece of much; or everything."""
     step = 1 if everything else -(-sum(census.sizes) // LESSON_BYTES)
     for i, (split, piece) in enumerate(divide(census, held_out)):
         if everything or split == "train" and i % step == 0:
@@ -149,22 +146,17 @@ def _jobs(parts: Iterable[tuple[str, Piece]]) -> Iterator[tuple[str, list[Piece]
     yield from jobs.items()
 
 
-def _in_order(jobs: Iterable[tuple[str, list[Piece]]], work: Callable[[list[Piece]], Encoded],
-              workers: int) -> Iterator[tuple[str, Encoded]]:
-    """(split, work(job)) of each job, in order; threads run a few jobs ahead, never more."""
-    if not workers:
-        yield from ((split, work(job)) for split, job in jobs)
-        return
+def _in_order(work: Callable, jobs: Iterable, workers: int) -> Iterator:
+    """work(job) of each job, in order; threads run a few jobs ahead, never more."""
     with ThreadPoolExecutor(workers) as pool:
         ahead = deque()
         try:
-            for split, job in jobs:
-                ahead.append((split, pool.submit(work, job)))
+            for job in jobs:
+                ahead.append(pool.submit(work, job))
                 if len(ahead) > 2 * workers:
-                    done, future = ahead.popleft()
-                    yield done, future.result()
-            for split, future in ahead:
-                yield split, future.result()
+                    yield ahead.popleft().result()
+            for future in ahead:
+                yield future.result()
         finally:  # an error or Ctrl-C waits for no job that has not begun
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -175,23 +167,22 @@ def _write_shards(folder: Path, census: Census, held_out: Rule, tokenizer: Token
     kinds = ("tokens", "mask", "starts") if census.kind == "instruct" else ("tokens",)
     writers = {split: {kind: ShardWriter(folder, split, tokenizer.vocab_size, kind=kind)
                        for kind in kinds} for split in SPLITS}
-    splits = {split: {"documents": 0, "bytes": 0, "tokens": 0} for split in SPLITS}
+    splits = {split: Counter(documents=0, bytes=0, tokens=0) for split in SPLITS}
+
+    def write(encoded: Encoded) -> int:
+        so_far = splits[encoded.split]
+        encoded.starts[:] += so_far["tokens"]
+        for kind, writer in writers[encoded.split].items():
+            writer.write(getattr(encoded, kind))
+        so_far.update(documents=encoded.documents, bytes=encoded.bytes, tokens=encoded.tokens.size)
+        return encoded.bytes
+
     jobs = _jobs(divide(census, held_out))
-    work = partial(encode, tokenizer=tokenizer)
+    encoded = _in_order(partial(encode, tokenizer=tokenizer), jobs, max(1, workers))
     with tqdm(desc="encoding", total=sum(census.sizes), unit="B", unit_scale=True,
-              disable=None) as bar, ThreadPoolExecutor(1) as pool:
-        written = []  # by a thread of its own, one job behind
-        for split, encoded in _in_order(jobs, work, workers):
-            so_far = splits[split]
-            encoded.starts[:] += so_far["tokens"]
-            for future in written:
-                future.result()
-            written = [pool.submit(writer.write, getattr(encoded, kind))
-                       for kind, writer in writers[split].items()]
-            so_far["documents"] += encoded.documents
-            so_far["bytes"] += encoded.bytes
-            so_far["tokens"] += encoded.tokens.size
-            bar.update(encoded.bytes)
+              disable=None) as bar:
+        for n_bytes in _in_order(write, encoded, 1):
+            bar.update(n_bytes)
     for split, writer in writers.items():
         for kind in kinds:
             writer[kind].finish()
@@ -205,7 +196,6 @@ def _report(folder: Path, meta: dict, census: Census, say: Callable[[str], None]
         say(f"{name}: {part['documents']:,} {what}, {part['bytes']:,} bytes, "
             f"{part['tokens']:,} tokens ({part['bytes'] / max(1, part['tokens']):.2f} bytes each)")
         if not part["tokens"]:
-            say(f"{name} is empty, so nothing can be trained on this: give two {what} that differ, "
-                "or one text, which is cut in two")
+            say(f"{name} is empty: give two {what} that differ, or one text, which is cut in two")
     say(census.spell())
     say(f"written to {folder} ({meta['tokenizer']}, {meta['vocab_size']:,} ids)")

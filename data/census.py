@@ -27,18 +27,19 @@ class Census:
     out; places: where each document lies in [0, 2**64); sizes: in bytes; chars: in all.
     """
 
-    def __init__(self, found: list[tuple[str, str]], errors: str, text_column: str | None):
-        self._pass = found, errors, text_column
+    def __init__(self, found: list[tuple[str, str]], errors: str = "strict",
+                 text_column: str | None = None, split_at: str | None = None):
+        self._pass = found, errors, text_column, split_at
         self.records, self.chars, self.forms = [], 0, set()
         self.skipped = {"empty": 0, "binary": 0, "without target": 0}
         self.places, self.sizes = array("Q"), array("Q")
 
     def pieces(self) -> Iterator[Piece]:
         """Every piece of every document, counted on its way."""
-        found, errors, text_column = self._pass
+        found, errors, text_column, split_at = self._pass
         for name, source in found:
             first, together, alone = len(self.sizes), sha256(), None
-            for piece in documents(source, errors, text_column, self.skipped):
+            for piece in documents(source, errors, text_column, self.skipped, split_at):
                 if piece.starts:
                     self._close(alone, together)
                     alone = sha256()
@@ -60,7 +61,8 @@ class Census:
                                  "bytes": sum(self.sizes[first:])})
         if len(self.forms) > 1:
             raise DataError("the sources hold both plain text and instruction samples; prepare "
-                            "them as two datasets, or take both as text with --text_column")
+                            "them as two datasets")
+        self.kind = "instruct" if True in self.forms else "text"  # samples, or documents
 
     def _close(self, document: "sha256 | None", together: "sha256") -> None:
         if document:
@@ -71,25 +73,20 @@ class Census:
         """(number of its document, piece) once more; DataError where they are not the same."""
         other, last = Census(*self._pass), "a document"
         for piece in other.pieces():
-            done = len(other.places)
-            if (other.places[done - 1:done] != self.places[done - 1:done]
-                    or len(other.sizes) > len(self.sizes)):
+            done, n = len(other.places), len(other.sizes)
+            if other.places[done - 1:done] != self.places[done - 1:done] or n > len(self.sizes):
                 break
-            yield len(other.sizes) - 1, piece
+            yield n - 1, piece
             last = piece.place
         if (other.places, len(other.sizes)) != (self.places, len(self.sizes)):
             raise DataError(f"{last} changed while the sources were being read; run this again")
 
-    @property
-    def kind(self) -> str:
-        """What the documents are: "text", or "instruct" for samples of instruction data."""
-        return "instruct" if True in self.forms else "text"
-
     def spell(self) -> str:
-        text = ("skipped: {empty:,} empty and {binary:,} binary files, {without target:,} samples "
-                "without a target").format(**self.skipped)
-        return text + (", which is what the role `assistant` says, or a completion"
-                       if self.skipped["without target"] else "")
+        text = "skipped: {empty:,} empty and {binary:,} binary files".format(**self.skipped)
+        if n := self.skipped["without target"]:
+            text += (f", {n:,} samples without a target, which is what the role `assistant` says, "
+                     "or a completion")
+        return text
 
 
 def place(digest: bytes) -> int:
@@ -103,10 +100,6 @@ class Rule(NamedTuple):
     limit: int | None  # None for a single text
     cut: int = 0
 
-    def spell(self) -> str | None:
-        """As it is recorded."""
-        return None if self.limit is None else f"{self.limit:016x}"
-
 
 def rule(census: Census, val_fraction: float | None) -> Rule:
     """The rule for these documents; val_fraction: None is TRAIN_SHARE or VAL_SHARE."""
@@ -117,16 +110,15 @@ def rule(census: Census, val_fraction: float | None) -> Rule:
         return Rule(threshold(census.places, census.sizes, share))
     if census.kind == "instruct":
         return Rule(0)  # a sample cannot be cut
-    return Rule(None, int((TRAIN_SHARE if val_fraction is None else 1 - val_fraction)
-                          * census.chars))
+    share = TRAIN_SHARE if val_fraction is None else 1 - val_fraction
+    return Rule(None, int(share * census.chars))
 
 
 def threshold(places: Sequence[int], sizes: Sequence[int], val_fraction: float) -> int:
     """Documents placed below it are held out, of two or more.
 
     It is val_fraction of the range, raised until validation holds MIN_VAL_SHARE of the bytes or
-    MIN_VAL_BYTES (so the lowest hashes top it up), and lowered where no document would be left to
-    train on.
+    MIN_VAL_BYTES, and lowered where no document would be left to train on.
     """
     places, sizes = np.array(places, np.uint64), np.array(sizes)
     order = np.argsort(places)

@@ -28,10 +28,9 @@ def misfit(value: object, shape: object, path: str = "") -> str | None:
         parts = [(f"{path}.{key}", value.get(key), of) for key, of in shape.items()]
     elif isinstance(shape, list) and isinstance(value, list) and value:
         parts = [(f"{path}[{i}]", item, shape[0]) for i, item in enumerate(value)]
-    elif isinstance(shape, (dict, list)) or not isinstance(value, shape):
-        return path
     else:
-        return None
+        fits = not isinstance(shape, (dict, list)) and isinstance(value, shape)
+        return None if fits else path
     return next(filter(None, (misfit(item, of, at) for at, item, of in parts)), None)
 
 
@@ -39,8 +38,7 @@ class Dataset:
     """A folder that `data.prepare` wrote, or any folder of llm.c shards.
 
     train and val are a `Split` each, or `Samples` if it is instruction data (kind "instruct").
-    align ("document", "off" or None: as prepared) and long: see `Split` and `Samples`. verify: see
-    the method.
+    align ("document", "off" or None: as prepared) and long: see `Split` and `Samples`.
 
     Without `dataset.json` the shards are those named *train*.bin and *val*.bin, and their
     tokenizer is the one given by name, gpt2 by default; with it, both are as recorded there.
@@ -58,38 +56,41 @@ class Dataset:
         self.separator: int | None = self.tokenizer.eot
         self.hash = canonical_hash(self.meta)  # of its shards' hashes: equal hash, equal data
         self.kind: str = self.meta["kind"]
+        self._opened: list[tuple[Shards, list[dict]]] = []  # with what is recorded of them
         self.train, self.val = map(self._split, SPLITS)
         if (align or self.meta.get("align")) == "document":
-            self._align()
+            if self.separator is None or self.kind != "text":
+                what = "instruction data" if self.kind != "text" else "without separators"
+                raise DataError(f"--align=document: {self.folder} is {what}; leave --align out")
+            self.train.align = self.separator
         if verify:
             self.verify()
 
     def token_byte_lengths(self) -> np.ndarray:
         """Bytes of text behind each id, int64 (vocab_size,); none behind special ones."""
-        lengths = np.array([len(self.tokenizer.token_bytes(id)) for id in range(self.vocab_size)],
-                           dtype=np.int64)
+        tokens = map(self.tokenizer.token_bytes, range(self.vocab_size))
+        lengths = np.fromiter(map(len, tokens), np.int64)
         lengths[list(self.tokenizer.special.values())] = 0
         return lengths
 
     def _open_prepared(self) -> None:
         self.meta = read_json(self.folder / "dataset.json")
-        if self.meta.get("format") != FORMAT:
-            raise DataError(f"{self.folder}: dataset.json has format {self.meta.get('format')!r}, "
-                            f"expected {FORMAT}; prepare the dataset again")
+        if (version := self.meta.get("format")) != FORMAT:
+            raise self._broken(f"dataset.json has format {version!r}, expected {FORMAT}")
         kind = self.meta.setdefault("kind", "text")  # the first sets did not say
         if kind not in ("text", "instruct"):
-            raise DataError(f"{self.folder}: dataset.json is of kind {kind!r}, expected text or "
-                            "instruct; update this clone, or prepare the dataset again")
+            raise self._broken(f"dataset.json is of kind {kind!r}, expected text or instruct")
         wrong = misfit(self.meta, _SHAPE) or kind == "instruct" and misfit(self.meta, _SAMPLES)
         if not wrong and not re.fullmatch("[0-9a-f]{16}", self.meta["val_below"] or "0" * 16):
             wrong = ".val_below"
         if wrong:
-            raise DataError(f"{self.folder}: dataset.json is broken at {wrong[1:]}; prepare the "
-                            "dataset again")
+            raise self._broken(f"dataset.json is broken at {wrong[1:]}")
         self.tokenizer = from_json(read_json(self.folder / "tokenizer.json"))
         if self.meta["tokenizer_hash"] != self.tokenizer.hash:
-            raise DataError(f"{self.folder}: tokenizer.json is not the tokenizer that made these "
-                            "shards; prepare the dataset again")
+            raise self._broken("tokenizer.json is not the tokenizer that made these shards")
+
+    def _broken(self, what: str) -> DataError:
+        return DataError(f"{self.folder}: {what}; prepare the dataset again")
 
     def _open_foreign(self, tokenizer: str) -> None:
         self.meta = {"kind": "text", "splits": {}}  # all that published shards tell
@@ -107,38 +108,25 @@ class Dataset:
     def _split(self, name: str) -> Split | Samples:
         part = self.meta["splits"][name]
         split = Split(name, self._paths(part["shards"]), self.vocab_size)
+        self._opened.append((split, part["shards"]))
         recorded = sum(shard["tokens"] for shard in part["shards"])
         if split.n_tokens != recorded:
-            raise DataError(f"{self.folder}: the {name} shards hold {split.n_tokens:,} tokens, but "
-                            f"dataset.json says {recorded:,}; prepare the dataset again")
+            raise self._broken(f"the {name} shards hold {split.n_tokens:,} tokens, but "
+                               f"dataset.json says {recorded:,}")
         if self.kind == "text":
             return split
         starts = Shards(self._paths(part["starts"]), "starts")
         mask = Shards(self._paths(part["mask"]), "mask", limit=2)
+        self._opened += [(mask, part["mask"]), (starts, part["starts"])]
         return Samples(name, split, mask, starts.read(0, starts.n), self.separator, self._long)
 
     def _paths(self, files: list[dict]) -> list[Path]:
         for name in (file["file"] for file in files):
             if Path(name).name != name or "\\" in name:
-                raise DataError(f"{self.folder}: dataset.json names {name!r}, which is no file of "
-                                "this folder; prepare the dataset again")
+                raise self._broken(f"dataset.json names {name!r}, which is no file of this folder")
         return [self.folder / file["file"] for file in files]
-
-    def _align(self) -> None:
-        if self.separator is None or self.kind != "text":
-            raise DataError(f"--align=document: {self.folder} is " + (
-                "instruction data, whose rows are samples" if self.separator is not None else
-                f"without separators (its tokenizer is {self.tokenizer.spec})")
-                + "; leave --align out")
-        self.train.align = self.separator
 
     def verify(self) -> None:
         """Read every byte: DataError unless hashes are as recorded and ids in the vocabulary."""
-        for name in SPLITS:
-            part, split = self.meta["splits"][name], getattr(self, name)
-            if self.kind == "text":
-                split.verify(part["shards"])
-            else:
-                split.tokens.verify(part["shards"])
-                split.mask.verify(part["mask"])
-                Shards(self._paths(part["starts"]), "starts").verify(part["starts"])
+        for shards, recorded in self._opened:
+            shards.verify(recorded)

@@ -5,27 +5,23 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from data import DataError, read_json
-from data.sources import data_root
+from data.sources import data_root, written_whole
 
 
 class Building:
-    """A dataset folder that is about to be written, or written anew; see `replacing`.
-
-    folder: where it will lie; there: whether a dataset lies there now.
-    """
+    """A dataset folder that is about to be written; there: whether a dataset lies there now."""
 
     def __init__(self, root: Path, name: str):
         self.folder = root / name
         self._aside, self._old = root / f".tmp-{name}", root / f".old-{name}"
         if (self._old / "dataset.json").exists() and not self.folder.exists():
-            # It was killed between two renames.
-            os.rename(self._old, self.folder)
+            os.rename(self._old, self.folder)  # it was killed between two renames
         self.discard()  # what a killed process left
         self.there = (self.folder / "dataset.json").exists()
         if self.folder.exists() and not self.there:
@@ -38,6 +34,8 @@ class Building:
                 "tokenizer_hash": f"with another tokenizer ({there.get('tokenizer')}, now "
                                   f"{meta['tokenizer']})",
                 "val_fraction": "with another --val_fraction"}
+        if there.get("tokenizer") == meta["tokenizer"] and there.get("sources") != meta["sources"]:
+            del ways["tokenizer_hash"]  # it was learned from that other text
         if others := [way for key, way in ways.items() if there.get(key) != meta[key]]:
             raise DataError(f"{self.folder} was made {' and '.join(others)}; choose another "
                             "--name, or replace it with --overwrite")
@@ -62,22 +60,18 @@ class Building:
 
 @contextmanager
 def replacing(name: str, say: Callable[[str], None] = print) -> Iterator[Building]:
-    """Build the dataset `name`: its folder appears, or is replaced, when the block ends well.
-
-    Another process that builds the same one is waited for. What killed ones left is removed.
-    """
+    """Build the dataset `name`: its folder appears, or is replaced, when the block ends well."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,98}[A-Za-z0-9_-])?", name):
         raise DataError(f"--name={name}: expected up to 100 letters, digits, '-', '_' and '.', "
                         "with a letter or digit first and no '.' last")
     root = data_root()
     (root / ".cache").mkdir(parents=True, exist_ok=True)
-    lock = _lock(root, name)
     try:
-        lock.acquire(timeout=0)
+        lock = _lock(root, name).acquire(timeout=0)
     except Timeout:
         say(f"waiting for another process that is preparing {name}")
-        lock.acquire()
-    try:
+        lock = _lock(root, name).acquire()
+    with lock:
         _sweep(root, name)
         building = Building(root, name)
         try:
@@ -85,19 +79,15 @@ def replacing(name: str, say: Callable[[str], None] = print) -> Iterator[Buildin
             building.publish()
         finally:
             building.discard()
-    finally:
-        lock.release()
 
 
 def _sweep(root: Path, name: str) -> None:
     """Tidy up after killed processes that built other datasets than `name`."""
     leftover = {p.name[5:] for p in root.iterdir() if p.name.startswith((".tmp-", ".old-"))}
     for other in leftover - {name}:
-        try:
+        with suppress(Timeout, DataError):  # it is at work, or none of ours
             with _lock(root, other).acquire(timeout=0):
                 Building(root, other)
-        except (Timeout, DataError):
-            pass  # at work, or none of ours
 
 
 def _lock(root: Path, name: str) -> FileLock:
@@ -106,7 +96,5 @@ def _lock(root: Path, name: str) -> FileLock:
 
 def write_json(path: Path, value: dict) -> None:
     """Write a JSON object and see it onto the disk."""
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    with written_whole(path) as file:
+        file.write(json.dumps(value, indent=1).encode("ascii"))

@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -16,8 +17,8 @@ from data import DataError, instruct
 BINARY_PROBE_BYTES = 8192  # a NUL among the first ones marks a file in a folder as binary
 BLOCK = 1 << 18  # bytes that are read at once
 PIECE = 1 << 20  # characters; a longer text is handed on in pieces
-# The last place where a text may be cut. No rule of gpt2, cl100k or o200k lets a token run from a
-# letter or digit into the space or line end after it: the ids of the pieces are those of the whole.
+# The last place where a text may be cut: no rule of gpt2, cl100k or o200k lets a token run from a
+# letter or digit into the space or line end after it, so the pieces have the ids of the whole.
 PIECE_END = re.compile(r"(?s:.*)[^\W_](?=[ \n])")
 ROWS = 64  # of a table, read at once: few enough for documents of a megabyte
 LONE = re.compile("[\ud800-\udfff]")  # half of a pair of UTF-16, which UTF-8 cannot write
@@ -36,34 +37,28 @@ class Piece(NamedTuple):
 
 
 def read(name: str, path: Path, named: bool, errors: str, text_column: str | None,
-         skipped: dict[str, int]) -> Iterator[Piece]:
+         skipped: dict[str, int], split_at: str | None) -> Iterator[Piece]:
     """The documents of one file; its ending tells what it is.
 
     name: of the file, for the places. named: by the user; in a folder other files may lie, and what
-    looks binary is left out. errors, text_column, skipped: see `sources.documents`.
+    looks binary is left out. The rest: see `sources.documents`.
     """
     lower = path.name.lower()
-    lines = lower.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
-    rows = lower.endswith(".parquet")
     packed = PACKED.get(Path(lower).suffix)
     if named and packed is not None:
-        way = (f'{packed} "{path}" | python -m data.prepare - --name=NAME' if packed else
-               "give the text files that come out of it")
-        raise DataError(f"{path} is not read as it is; unpack or convert it first: {way}")
+        way = f': {packed} "{path}" | python -m data.prepare - --name=NAME' if packed else ""
+        raise DataError(f"{path} is not read as it is; unpack or convert it first{way}")
     try:
-        head = b"" if packed is not None or lines or rows else _head(path)
-        _refuse_other_text(path, head, named)
-        if packed is not None or not named and b"\0" in head:
-            _count(skipped, "binary")
-        elif lines:
+        if lower.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
             yield from _select(name, path, _lines(path, errors), text_column, skipped)
-        elif rows:
+        elif lower.endswith(".parquet"):
             yield from _select(name, path, _rows(path, text_column), text_column, skipped)
+        elif packed is not None or _is_binary(path, named):
+            _count(skipped, "binary")
         else:
-            yield from _cut(name, _decoded(path, errors), skipped)
+            yield from _cut(name, _split(_decoded(path, errors), split_at), skipped)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is no whole gzip file ({one_line(error)}); copy or download it "
-                        "again") from None
+        raise DataError(f"{path} is no whole gzip file ({one_line(error)}); get it anew") from None
 
 
 def _open(path: Path) -> BinaryIO:
@@ -73,13 +68,10 @@ def _open(path: Path) -> BinaryIO:
     return open(path, "rb", BLOCK)
 
 
-def _head(path: Path) -> bytes:
+def _is_binary(path: Path, named: bool) -> bool:
+    """Whether to pass over a file; DataError for what is text, but not to be read as it is."""
     with _open(path) as file:
-        return file.read(BINARY_PROBE_BYTES)
-
-
-def _refuse_other_text(path: Path, head: bytes, named: bool) -> None:
-    """DataError for what would be taken for binary, or for one long text, to no one's good."""
+        head = file.read(BINARY_PROBE_BYTES)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what Windows calls Unicode
         with suppress(UnicodeDecodeError):
             head[:len(head) // 2 * 2].decode("utf-16")
@@ -88,15 +80,15 @@ def _refuse_other_text(path: Path, head: bytes, named: bool) -> None:
     if named and path.suffix.lower() == ".json" and head.lstrip()[:1] == b"[":
         raise DataError(f"{path} is one JSON list and would be one text; make each of its items a "
                         f'line of a .jsonl file: jq -c ".[]" "{path}" > NAME.jsonl')
+    return not named and b"\0" in head
 
 
-def begins_with_object(path: Path) -> bool:
-    """Whether the first line of a file is a JSON object."""
-    with open(path, "rb") as file:
-        try:
-            return isinstance(json.loads(file.readline(16 * PIECE)), dict)
-        except (ValueError, RecursionError):
-            return False
+def is_object(line: bytes) -> bool:
+    """Whether a line is a JSON object."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _count(skipped: dict[str, int], reason: str) -> None:
@@ -130,10 +122,30 @@ def _bad_byte(place: object, begin: int, error: UnicodeDecodeError) -> DataError
         "UTF-8; save the file as UTF-8, or put U+FFFD there with --errors=replace")
 
 
-def _cut(place: str, parts: Iterable[str], skipped: dict[str, int]) -> Iterator[Piece]:
-    """One document from the parts of its text, in pieces that each end at the last PIECE_END."""
-    held, looked, starts = "", 0, True
+def _split(parts: Iterable[str], at: str | None) -> Iterator[str | None]:
+    """The parts of a text without what it is split at, and None where a document ends by that."""
+    held, size = "", len(at or "")
     for part in parts:
+        *done, held = (held + part).split(at) if at else [part]
+        for text in done:
+            yield from (text, None)
+        end = max(0, len(held) - size + 1) if at else len(held)  # the rest may begin a mark
+        yield held[:end]
+        held = held[end:]
+    yield held
+
+
+def _cut(place: str, parts: Iterable[str | None], skipped: dict[str, int]) -> Iterator[Piece]:
+    """Documents from the parts of their text, in pieces that each end at the last PIECE_END."""
+    held, looked, starts = "", 0, True
+    for part in chain(parts, [None]):
+        if part is None:
+            if held:
+                yield Piece(place, held, starts)
+            elif starts:
+                _count(skipped, "empty")
+            held, looked, starts = "", 0, True
+            continue
         held += part
         while len(held) > PIECE:
             found = PIECE_END.match(held, looked)
@@ -144,10 +156,6 @@ def _cut(place: str, parts: Iterable[str], skipped: dict[str, int]) -> Iterator[
             end = found.end() if found else len(held)
             yield Piece(place, held[:end], starts)
             held, looked, starts = held[end:], 0, False
-    if held:
-        yield Piece(place, held, starts)
-    elif starts:
-        _count(skipped, "empty")
 
 
 def _lines(path: Path, errors: str) -> Iterator[tuple[str, dict]]:
@@ -172,8 +180,7 @@ def _lines(path: Path, errors: str) -> Iterator[tuple[str, dict]]:
                 raise DataError(f"{path}{where} is not JSON ({getattr(error, 'msg', error)}); "
                                 "expected one object a line") from None
             if not isinstance(record, dict):
-                raise DataError(f"{path}{where} is no JSON object; expected one a line, such as "
-                                '{"text": "..."}')
+                raise DataError(f"{path}{where} is no JSON object; expected one a line")
             yield where, record
 
 
@@ -191,7 +198,7 @@ def _rows(path: Path, text_column: str | None) -> Iterator[tuple[str, dict]]:
             wanted = columns(file.schema_arrow.names, path, text_column)
             for batch in file.iter_batches(ROWS, columns=wanted):
                 for number, record in enumerate(batch.to_pylist(), done + 1):
-                    yield f", row {number}", without_null(record)
+                    yield f", row {number}", record
                 done += len(batch)
     except UnicodeDecodeError:
         raise DataError(f"{path}: one of the rows {done + 1} to {done + ROWS} is not UTF-8; mend "
@@ -212,17 +219,14 @@ def columns(there: Iterable[str], place: object, text_column: str | None) -> lis
     return [column]
 
 
-def without_null(record: dict) -> dict:
-    """A table has every column in every row, and null where there is no text."""
-    return {name: "" if value is None else value for name, value in record.items()}
-
-
 def _select(name: str, path: Path, records: Iterable[tuple[str, dict]],
             text_column: str | None, skipped: dict[str, int]) -> Iterator[Piece]:
     """The document, or instruction sample, of each (", line N", {column: value})."""
     for where, record in records:
         place = f"{name}{where}"
         column = columns(record, f"{path}{where}", text_column)[0]
+        # A table has every column in every row, and null where there is no text.
+        record = {name: "" if value is None else value for name, value in record.items()}
         try:
             if text_column is None and instruct.has_form(record):
                 sample = instruct.canonical(record)
@@ -231,7 +235,7 @@ def _select(name: str, path: Path, records: Iterable[tuple[str, dict]],
                 else:
                     yield Piece(place, sample, sample=True)
                 continue
-            text = "" if record[column] is None else record[column]
+            text = record[column]
             if not isinstance(text, str):
                 kind = type(text).__name__.replace("float", "number")
                 raise ValueError(f"{column!r} is of type {kind} and no text")

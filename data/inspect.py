@@ -3,7 +3,6 @@
 import os
 import sys
 from argparse import Namespace
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +21,8 @@ SEED = 1337  # train.py's default: the window shown is the first that such a run
 class Scan:
     """What one pass over a split finds; its documents are the samples of instruction data.
 
-    counts: of each id, int64 (vocab_size,). lengths: {tokens without separator: documents}, at most
-    sqrt(2 n_tokens) entries, as no more can differ. longest: (tokens, first position) of three.
-    targets: ones in the mask.
+    counts: of each id, int64 (vocab_size,). lengths: {tokens without separator: documents}.
+    longest: (tokens, first position) of three. targets: ones in the mask.
     """
 
     def __init__(self, dataset: Dataset, name: str, bar: tqdm):
@@ -67,8 +65,7 @@ def quantile(lengths: Counter[int], q: float) -> int:
 
 def visible(text: str, keep: str = "") -> str:
     """Text with all that a terminal would obey or hide written as in Python: newline is \\n."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
-                   for c in text)
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 def line(label: str, text: str) -> None:
@@ -133,8 +130,7 @@ def show_content(dataset: Dataset, scans: list[Scan], lengths: Counter[int]) -> 
 def show_window(dataset: Dataset, name: str, at: int | None, n: int) -> None:
     """Print n tokens from `at` on, or of instruction data the whole samples that these touch.
 
-    Targets are green, or in «...» where there is no colour. Without `at`: the first row of
-    training, or what the split begins with.
+    Targets are green, or in «...» where there is no colour. at: None is the first row of training.
     """
     part, tokens, mask = getattr(dataset, name), getattr(dataset, name), None
     if at is None and dataset.kind == "text" and name == "train" and n < part.n_tokens:
@@ -142,8 +138,8 @@ def show_window(dataset: Dataset, name: str, at: int | None, n: int) -> None:
     bounds = [at or 0, min((at or 0) + n, part.n_tokens)]
     if dataset.kind == "instruct":
         tokens, mask, known = part.tokens, part.mask, np.append(part.starts, part.n_tokens)
-        first, last = bisect_right(known, bounds[0]) - 1, bisect_left(known, bounds[1])
-        bounds = known[first:last + 1].tolist()
+        after, last = np.searchsorted(known, (bounds[0] + 1, bounds[1]))
+        bounds = known[after - 1:last + 1].tolist()
     green = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     on, off = ("\x1b[32m", "\x1b[0m") if green else ("«", "»")
     for start, stop in pairwise(bounds):
@@ -161,21 +157,19 @@ def show_window(dataset: Dataset, name: str, at: int | None, n: int) -> None:
 def draw(path: str | Path, scans: list[Scan], lengths: Counter[int], title: str) -> None:
     """Write a PNG: the share of each split's documents that have such a length."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
     low, high, median = max(1, min(lengths)), max(1, *lengths), quantile(lengths, 0.5)
-    wide = high > 30 * quantile(lengths, 0.1)
-    bins = min(50, 10 + int(lengths.total()**0.5))
-    edges = (np.geomspace if wide else np.linspace)(low, high + 1, bins).round()
-    edges = np.unique(edges) - 0.5  # so that no bin lies between two whole lengths
+    wide, bins = high > 30 * quantile(lengths, 0.1), min(50, 10 + int(lengths.total()**0.5))
+    edges = (np.geomspace if wide else np.linspace)(low, high + 1, bins)
+    edges = np.unique(edges.round()) - 0.5  # so that no bin lies between two whole lengths
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for scan in scans:
         values = [max(low, value) for value in scan.lengths]  # 0 has no logarithm
         found, _ = np.histogram(values, edges, weights=list(scan.lengths.values()))
-        shares, train = found / max(1, found.sum()), scan.name == "train"
-        axes.stairs(shares, edges, fill=train, alpha=0.4 if train else 1, linewidth=2,
-                    label=scan.name)
+        style = {"fill": True, "alpha": 0.4} if scan.name == "train" else {"linewidth": 2}
+        axes.stairs(found / max(1, found.sum()), edges, label=scan.name, **style)
     axes.axvline(median, color="black", linestyle="--", linewidth=1, label=f"median {median:,}")
     axes.set_title(title.encode("ascii", "backslashreplace").decode(), parse_math=False)
     axes.set(xlabel="tokens in a document", ylabel="share of the split's documents")
@@ -183,11 +177,9 @@ def draw(path: str | Path, scans: list[Scan], lengths: Counter[int], title: str)
     if wide:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high < 10_000 * low else (1,)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend()
     figure.savefig(path, format="png")
 
 
@@ -230,8 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     add("dataset", metavar="DATASET", help="a prepared name, or a folder of token shards")
     add("--tokenizer", metavar="SPEC", help="of published shards (default: gpt2)")
     add("--split", choices=SPLITS, default="train", help="to show (default: %(default)s)")
-    add("--at", type=int, metavar="N", help="token to show from on (default: the first row of "
-        f"training with --seed={SEED}, or the beginning)")
+    add("--at", type=int, metavar="N", help="token to show from on (default: the first row's)")
     add("--tokens", type=int, metavar="N", default=64, help="to show (default: %(default)s)")
     add("--out", metavar="FILE.png", help="figure (default: documents.png beside the shards)")
     add("--debug", action="store_true", help="show tracebacks")

@@ -5,8 +5,7 @@ A sample is a chat, {"messages": [{"role": ..., "content": ...}, ...]}, or {"pro
 with its completion <separator> <prompt> <completion>; one more separator ends the sample. Header
 and content are encoded apart, and no text encodes to a separator: no content can forge a turn.
 The mask is 1 on what the assistant says (or the completion) and on the separator that ends it.
-
-Samples lie end to end in ordinary shards, with the mask and the samples' starts beside them.
+Samples lie end to end in ordinary shards, with the mask and their starts beside them.
 """
 
 import json
@@ -32,10 +31,7 @@ def has_form(record: dict) -> bool:
 
 
 def canonical(record: dict) -> str | None:
-    """A sample as JSON of one spelling, without other keys; None if it has nothing to learn.
-
-    ValueError says what is wrong with a malformed one.
-    """
+    """A sample as JSON of one spelling, None without a target; ValueError says what is wrong."""
     if "messages" not in record:
         sample = {key: _text(record, key) for key in ("prompt", "completion")}
     elif isinstance(record["messages"], list) and record["messages"]:
@@ -71,8 +67,7 @@ def _turns(sample: str) -> Iterator[tuple[str, str, bool]]:
     record = json.loads(sample)
     if "messages" not in record:
         yield record["prompt"], record["completion"], record["completion"] != ""
-        return
-    for message in record["messages"]:
+    for message in record.get("messages", ()):
         role, content = message["role"], message["content"]
         yield f"{role}\n", content, role == "assistant" and content != ""
 
@@ -83,13 +78,9 @@ def text_of(sample: str) -> str:
 
 
 def encode(sample: str, tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int64 (n,) and mask uint8 (n,) of a canonical sample.
-
-    DataError if the tokenizer has no separator, or lacks a character of the text.
-    """
+    """Ids int64 (n,) and mask uint8 (n,) of a canonical sample; DataError without a separator."""
     if tokenizer.eot is None:
-        raise DataError(f"--tokenizer={tokenizer.spec} has no separator to end a message with; "
-                        "prepare instruction data with byte, bpe:2048 or gpt2")
+        raise DataError(f"--tokenizer={tokenizer.spec} has no separator; take byte, bpe:2048, gpt2")
     ids, mask = [tokenizer.eot], [False]
     for before, content, learn in _turns(sample):
         head, body = tokenizer.encode(before), tokenizer.encode(content)
@@ -98,13 +89,19 @@ def encode(sample: str, tokenizer) -> tuple[np.ndarray, np.ndarray]:
     return np.array(ids, np.int64), np.array(mask, np.uint8)
 
 
+def question(text: str, tokenizer) -> list[int]:
+    """Ids of a user's message, up to where the assistant's answer begins."""
+    sample = json.dumps({"messages": [{"role": "user", "content": text},
+                                      {"role": "assistant", "content": ""}]})
+    return encode(sample, tokenizer)[0][:-1].tolist()
+
+
 class Samples:
     """The samples of one split, one a row, padded on the right to the longest of the batch.
 
-    starts: first token of each sample, int64 (n_samples,). pad: the id in the place of padding,
-    which y = -1 tells apart, and not this id. long: what becomes of a sample of more than
-    block_size + 1 tokens, "drop" or "truncate". A sample of which no target is left is dropped.
-    Opening reads the mask once; DataError where tokens, mask and starts do not fit together.
+    starts: first token of each sample, int64 (n_samples,). pad: the id of padding, which y = -1
+    tells apart. long: what becomes of a sample of more than block_size + 1 tokens, "drop" or
+    "truncate"; one without a target is dropped. DataError if tokens, mask and starts do not fit.
     """
 
     def __init__(self, name: str, tokens: Split, mask: Shards, starts: np.ndarray, pad: int,
@@ -137,12 +134,14 @@ class Samples:
         """Numbers of the samples that are left at this context, the shortest first."""
         if block_size not in self._left:
             lengths = np.diff(self._bounds)
-            left = self._first <= block_size
-            if self.long == "drop":
-                left &= lengths <= block_size + 1
-            left = np.flatnonzero(left)
+            fits = (lengths <= block_size + 1) | (self.long == "truncate")
+            left = np.flatnonzero(fits & (self._first <= block_size))
             self._left[block_size] = left[np.argsort(lengths[left], kind="stable")]
         return self._left[block_size]
+
+    def prompt(self, i: int) -> list[int]:
+        """What a sample has before its first target."""
+        return self.tokens.read(int(self.starts[i]), int(self._first[i])).tolist()
 
     def require(self, block_size: int) -> None:
         """DataError unless at least one sample is left at this context."""
@@ -162,8 +161,7 @@ class Samples:
               ) -> tuple[np.ndarray, np.ndarray]:
         """Training rows first .. first + n - 1: x and y, int64 (n, T), T <= block_size.
 
-        Row i of a seed is the same sample whatever was read before and in whatever batches; only
-        T depends on the rows it comes with.
+        Row i of a seed is always the same sample; only T depends on the rows it comes with.
         """
         self.require(block_size)
         samples = self._samples(block_size)
@@ -184,20 +182,17 @@ class Samples:
     fixed_windows = epoch_rows  # evaluation takes each sample that is left, once
 
     def window(self, i: int, n: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Evaluation rows i .. i + n - 1, the shortest first, as from `batch`.
-
-        Past the end inputs are 0 and targets -1, so that one rank may ask for as many as another.
-        """
+        """Evaluation rows i .. i + n - 1, the shortest first; past the end as in `Split.window`."""
         return self._rows(self._samples(block_size)[i:i + n], n, block_size)
 
     def report(self, block_size: int, batch_size: int) -> str:
         """What there is, what is left out, and how much of a batch is padding, in one line."""
         samples, lengths = self._samples(block_size), np.diff(self._bounds) - 1
-        text = (f"{self.name}: {self.starts.size:,} samples, {self.n_tokens:,} tokens, "
-                f"{self._targets / max(1, self.n_tokens):.1%} of them targets; "
-                f"{(lengths > block_size).sum():,} samples longer than the context of {block_size}"
-                f", {(lengths[samples] > block_size).sum():,} truncated, "
-                f"{self.starts.size - samples.size:,} dropped")
+        n, longer = self.starts.size, lengths > block_size
+        text = (f"{self.name}: {n:,} samples, {self.n_tokens:,} tokens, "
+                f"{self._targets / max(1, self.n_tokens):.1%} of them targets; {longer.sum():,} "
+                f"samples longer than the context of {block_size}, {longer[samples].sum():,} "
+                f"truncated, {n - samples.size:,} dropped")
         if not samples.size:
             return text
         batches = -(-min(samples.size, 2**16) // batch_size)  # enough to tell

@@ -1,8 +1,7 @@
 """The order in which training rows take what there is, computed and never stored.
 
-Each epoch takes everything once, in an order of its own, and windows lie where an offset of its
-own puts them. Both follow from (seed, epoch), so to resume, even with another batch size, takes no
-state but a count of rows.
+Each epoch takes everything once, in an order of its own and from an offset of its own. Both follow
+from (seed, epoch): to resume, even with another batch size, takes no state but a count of rows.
 """
 
 from functools import lru_cache
@@ -38,7 +37,7 @@ def permute(index: np.ndarray, key: np.ndarray, size: int) -> np.ndarray:
     """Permute [0, size): indices (n,) and a key for each (n,), uint64, to (n,) uint64.
 
     The network covers a power of two; what lands outside walks on along its cycle until it is
-    inside (Black and Rogaway 2002), which is still a bijection.
+    inside, which is still a bijection (Black and Rogaway 2002).
     """
     bits = max(_MIN_BITS, (size - 1).bit_length())
     out = _feistel(index, key, bits)
@@ -62,8 +61,7 @@ def _epochs(first: int, n: int, size: int, seed: int) -> tuple[np.ndarray, np.nd
 def window_starts(first: int, n: int, n_tokens: int, block_size: int, seed: int) -> list[int]:
     """First token of each of the rows first .. first + n - 1.
 
-    Windows lie block_size tokens apart. An epoch's offset is anywhere up to the number of tokens
-    left over when all windows stand end to end, so every token gets its turn.
+    Windows lie end to end, from an offset of the epoch's own on, so every token gets its turn.
     """
     starts = []
     for chunk in range(first // AT_ONCE, (first + n - 1) // AT_ONCE + 1):

@@ -2,7 +2,7 @@
 
 A shard is a header of 256 little-endian int32, `[0]` magic, `[1]` version, `[2]` number of tokens,
 the rest zero, and then the tokens: uint16, or uint32 for vocabularies above 65,536. Instruction
-data has two files more of that form beside each: what is trained on, and where samples begin.
+data has two files more of that form: what is trained on, and where samples begin.
 """
 
 import hashlib
@@ -61,13 +61,14 @@ class ShardWriter:
         with self._file as file:
             file.seek(0)
             file.write(header)
+            file.flush()
             os.fsync(file.fileno())
         self.shards.append(
             {"file": self._path.name, "tokens": self._tokens, "sha256": file_hash(self._path)})
 
     def _begin(self) -> None:
         self._path = self.folder / f"{self.split}_{len(self.shards):06d}{self._suffix}"
-        self._file = open(self._path, "wb", buffering=0)
+        self._file = open(self._path, "wb")
         self._file.write(bytes(HEADER_BYTES))
         self._tokens = 0
 
@@ -92,9 +93,8 @@ def check_header(path: Path, kind: str = "tokens") -> tuple[int, np.dtype]:
     if dtype is None:
         raise DataError(
             f"{path} is no {kind.rstrip('s')} shard: it begins with {magic}, {version} and not one "
-            f"of {list(LAYOUTS[kind])}; prepare the text with data.prepare" + (
-                ", or convert nanoGPT's .bin files with python -m extras.nanogpt_bin"
-                if kind == "tokens" else ""))
+            f"of {list(LAYOUTS[kind])}; prepare the text with data.prepare, or convert nanoGPT's "
+            ".bin files with extras.nanogpt_bin")
     size, expected = path.stat().st_size, HEADER_BYTES + count * dtype.itemsize
     if size != expected or count < 0:
         raise DataError(f"{path} is torn: its {count:,} {kind} make {expected:,} bytes, but it has "
@@ -105,9 +105,8 @@ def check_header(path: Path, kind: str = "tokens") -> tuple[int, np.dtype]:
 class Shards:
     """The numbers of one split, in one or more shards, read as if they were one array.
 
-    Opening checks every file: it exists, has a known header and the size that this promises, and a
-    sample of its numbers is below `limit`, as all are when they are read. DataError if not.
-    It reads by seeking: threads and forked processes need one each.
+    Opening checks each file: its header, its size, and that a sample of its numbers is below limit,
+    as all are when they are read; DataError if not. Threads and forked processes need one each.
     """
 
     def __init__(self, paths: Sequence[Path], kind: str = "tokens", limit: int = 2**62):
@@ -116,8 +115,7 @@ class Shards:
         self._widest = max(self._dtypes, key=lambda dtype: dtype.itemsize)
         self._bounds = np.cumsum([0, *counts]).tolist()  # of the shards, in tokens of the split
         self.n: int = self._bounds[-1]
-        # Plain files, not memory maps: pages touched through a map count as resident, so that a
-        # run over much data seems to eat all memory (nanoGPT PR#428).
+        # Plain files: pages touched through a memory map count as resident (nanoGPT PR#428).
         self._open = lru_cache(OPEN_FILES)(lambda i: open(self.paths[i], "rb", buffering=0))
         for begin, count in zip(self._bounds, counts, strict=False):
             n = min(4096, count)
@@ -135,29 +133,25 @@ class Shards:
             self._fill(row, start)
         if out.size and out.max() >= self.limit:
             i, j = np.argwhere(out >= self.limit)[0].tolist()
-            shard = bisect_right(self._bounds, starts[i] + j) - 1
-            ways = {"tokens": f"the vocabulary has {self.limit} ids; the tokenizer is not the "
-                              "shards' own"}
+            at, whole = starts[i] + j, "the vocabulary" if self.kind == "tokens" else "a mask"
+            shard = bisect_right(self._bounds, at) - 1
             raise DataError(
-                f"{self.paths[shard]}: token {starts[i] + j - self._bounds[shard]} has id "
-                f"{out[i, j]}, but " + ways.get(self.kind, f"a {self.kind} has numbers below "
-                                                f"{self.limit} alone; prepare the dataset again"))
+                f"{self.paths[shard]}: token {at - self._bounds[shard]} has id {out[i, j]}, but "
+                f"{whole} has {self.limit} ids; give the tokenizer of the shards, or prepare again")
         return out.astype(np.int64)
 
     def _fill(self, row: np.ndarray, start: int) -> None:
-        done = 0
-        while done < row.size:
-            shard = bisect_right(self._bounds, start + done) - 1
-            count = min(row.size - done, self._bounds[shard + 1] - start - done)
+        while row.size:
+            shard = bisect_right(self._bounds, start) - 1
+            part = row[:self._bounds[shard + 1] - start]
             dtype, file = self._dtypes[shard], self._open(shard)
-            part = row[done:done + count]
-            raw = part if part.dtype == dtype else np.empty(count, dtype)
-            file.seek(HEADER_BYTES + (start + done - self._bounds[shard]) * dtype.itemsize)
+            raw = part if part.dtype == dtype else np.empty(part.size, dtype)
+            file.seek(HEADER_BYTES + (start - self._bounds[shard]) * dtype.itemsize)
             if file.readinto(raw) < raw.nbytes:
                 raise DataError(f"{self.paths[shard]} was cut while in use; prepare it again")
             if raw is not part:
                 part[:] = raw
-            done += count
+            row, start = row[part.size:], start + part.size
 
     def verify(self, recorded: list[dict]) -> None:
         """Read everything: each file has the recorded hash, and each number is below limit."""
@@ -171,50 +165,37 @@ class Shards:
 
 
 class Split(Shards):
-    """The tokens of one split, and which of them are a training row or an evaluation window.
-
-    align: None, or the separator of documents: rows then begin with one wherever they can.
-    """
+    """The tokens of one split, and which of them are a training row or an evaluation window."""
 
     def __init__(self, name: str, paths: Sequence[Path], vocab_size: int):
         super().__init__(paths, "tokens", vocab_size)
         self.name, self.vocab_size, self.n_tokens = name, vocab_size, self.n
-        self.align: int | None = None
+        self.align: int | None = None  # or the separator: rows begin with one where they can
 
     def require(self, block_size: int) -> None:
         """DataError unless one window of block_size + 1 tokens fits."""
         if self.n_tokens < block_size + 1:
+            smaller = "set a smaller --block_size or " if self.n_tokens > 1 else ""
             raise DataError(
                 f"the {self.name} split has {self.n_tokens:,} tokens, but --block_size={block_size}"
-                f" needs {block_size + 1:,}; "
-                f"{'set a smaller --block_size or ' if self.n_tokens > 1 else ''}prepare more text")
+                f" needs {block_size + 1:,}; {smaller}prepare more text")
 
     def rows(self, first: int, n: int, block_size: int, seed: int) -> np.ndarray:
-        """Training rows first .. first + n - 1, int64 (n, block_size + 1).
-
-        [:, :-1] are inputs and [:, 1:] targets. A pure function of its arguments: row i of a seed
-        is the same whatever was read before and in whatever batches (see `window_starts`).
-        """
+        """Training rows first .. first + n - 1, int64 (n, block_size + 1), a pure function."""
         self.require(block_size)
         return self.read_rows(self.row_starts(first, n, block_size, seed), block_size + 1)
 
     def row_starts(self, first: int, n: int, block_size: int, seed: int) -> list[int]:
         """The first token of each of these training rows."""
         starts = window_starts(first, n, self._span(block_size), block_size, seed)
-        if self.align is None:
-            return starts
-        return [self._aligned(start, block_size) for start in starts]
+        return starts if self.align is None else [self._aligned(s, block_size) for s in starts]
 
     def _span(self, block_size: int) -> int:
         """How many tokens windows are laid out over; aligned ones have room to move at the end."""
         return max(block_size + 1, self.n_tokens - (0 if self.align is None else block_size))
 
     def _aligned(self, start: int, block_size: int) -> int:
-        """Where the first document begins in the block_size tokens from start on, else start.
-
-        So no two windows of an epoch begin at the same document; what lies between a window's end
-        and the next one's start is left to another epoch, whose windows lie elsewhere.
-        """
+        """Where the first document begins in the block_size tokens from start on, else start."""
         n = min(block_size, self.n_tokens - block_size - start)
         begins = np.flatnonzero(self.read(start, n) == self.align)
         return start + int(begins[0]) if begins.size else start
@@ -235,8 +216,7 @@ class Split(Shards):
     def window(self, i: int, n: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Evaluation windows i .. i + n - 1: inputs and targets, each int64 (n, block_size).
 
-        Past the end of the split inputs are 0 and targets -1: for the rest of a ragged last window
-        and for whole windows, so that one rank may ask for as many as any other.
+        Past the end inputs are 0 and targets -1, so that one rank may ask for as many as another.
         """
         x = np.zeros(n * block_size, dtype=np.int64)
         y = np.full(n * block_size, -1, dtype=np.int64)

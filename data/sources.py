@@ -8,10 +8,11 @@ import sys
 import sysconfig
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from http.client import HTTPException
 from pathlib import Path
+from typing import BinaryIO
 
 from tqdm import tqdm
 
@@ -24,7 +25,6 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 STDLIB_MIN_BYTES = 2_000_000  # a whole one has 10 MB and more
-HUB_SPLITS = ("train", "validation", "test")
 
 
 def data_root() -> Path:
@@ -33,20 +33,21 @@ def data_root() -> Path:
 
 
 def documents(source: str, errors: str = "strict", text_column: str | None = None,
-              skipped: dict[str, int] | None = None) -> Iterator[Piece]:
+              skipped: dict[str, int] | None = None, split_at: str | None = None
+              ) -> Iterator[Piece]:
     """Every document of a source, in an order that depends on nothing but names.
 
-    source: `stdlib` (Python's own library), `shakespeare` (downloaded once), a file or a folder (of
-    files, without hidden ones). ./stdlib is a path, not the keyword. Lines of .jsonl and .ndjson
-    and rows of .parquet are documents; any other file is one, as text; .gz is unpacked first.
-    errors: "strict" refuses what is not UTF-8, "replace" puts U+FFFD in its place. text_column: of
-    lines and rows; None takes "text", or all of an instruction sample (see `instruct.has_form`).
-    skipped: counts what is left out, under "empty", "binary" and "without target".
+    source: `stdlib` (Python's own library), `shakespeare` (downloaded once), a file or a folder,
+    without its hidden files. ./stdlib is a path, not the keyword. Lines of .jsonl and .ndjson and
+    rows of .parquet are documents; any other file is one, as text; .gz is unpacked first.
+    errors: "strict", or "replace" what is not UTF-8 by U+FFFD. text_column: of lines and rows; None
+    takes "text", or an instruction sample. skipped: counts of "empty", "binary", "without target".
+    split_at: what stands between the documents of a text file; None: each file is one.
     """
     skipped = {} if skipped is None else skipped
     for name, path in _files(source):
-        named = path == Path(source)
-        yield from formats.read(name, path, named, errors, text_column, skipped)
+        yield from formats.read(name, path, path == Path(source), errors, text_column, skipped,
+                                split_at)
 
 
 @contextmanager
@@ -55,41 +56,42 @@ def fetched(sources: list[str], text_column: str | None = None,
     """(name for the manifest, source for `documents`) of each source, in their order.
 
     `hf:NAME[:CONFIG][:SPLIT]` and standard input, which cannot be read twice, are first written
-    to a file in .cache; standard input's is deleted in the end. Where a source lies on somebody's
-    disk is no part of its name.
+    to .cache, the latter for the time being. Where a source lies on a disk is not in its name.
     """
-    cache, spools, found = data_root() / ".cache", [], []
+    cache, found = data_root() / ".cache", []
     if sources.count("-") > 1:
         raise DataError("standard input (-) can be given only once")
     _clear(cache)
-    try:
+    cache.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as spooled:
         for source in sources:
             if source == "-":
-                cache.mkdir(parents=True, exist_ok=True)
-                spools += [cache / f"stdin-{os.getpid()}{ending}" for ending in ("", ".jsonl")]
-                found.append(("stdin", str(_spool(*spools, say))))
+                found.append(("stdin", str(spooled.enter_context(_spool(cache, say)))))
             elif source.startswith("hf:"):
                 found.append(_download(source, cache, text_column, say))
             else:
                 found.append((Path(source).name or source, source))
         yield found
-    finally:
-        for spool in spools:
-            spool.unlink(missing_ok=True)
 
 
-def _spool(path: Path, as_lines: Path, say: Callable[[str], None]) -> Path:
-    """Write standard input to `path`, or to the other one if it begins with a JSON object."""
+@contextmanager
+def _spool(cache: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Standard input as a file, of JSON lines if it begins with an object."""
     if sys.stdin is None:
         raise DataError("standard input is closed; pipe a text into it")
     if sys.stdin.isatty():
         say("reading what is typed, until Ctrl-D (Ctrl-Z and Enter on Windows)")
-    with open(path, "wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file, formats.BLOCK)
-    if not formats.begins_with_object(path):
-        return path
-    say("standard input begins with a JSON object: its lines are taken as documents")
-    return path.rename(as_lines)
+    head = sys.stdin.buffer.readline(16 * formats.PIECE)
+    if lines := formats.is_object(head):
+        say("standard input begins with a JSON object: its lines are taken as documents")
+    path = cache / f"stdin-{os.getpid()}{'.jsonl' if lines else ''}"
+    try:
+        with open(path, "wb") as file:
+            file.write(head)
+            shutil.copyfileobj(sys.stdin.buffer, file, formats.BLOCK)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _clear(cache: Path) -> None:
@@ -109,10 +111,9 @@ def _download(source: str, cache: Path, text_column: str | None,
     """Write a data set of the hub, or a local one, as JSON lines, unless they are there."""
     parts = re.fullmatch(r"hf:((?:[A-Za-z]:[\\/])?[^:]+)(?::([^:]*))?(?::([^:]+))?", source)
     if not parts:
-        raise DataError(f"{source}: expected hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT, "
-                        "hf:NAME:CONFIG:SPLIT or hf:NAME::SPLIT")
+        raise DataError(f"{source}: expected hf:NAME[:CONFIG][:SPLIT] or hf:NAME::SPLIT")
     name, config, split = parts.groups()
-    if split is None and config in HUB_SPLITS:
+    if split is None and config in ("train", "validation", "test"):
         config, split = None, config
     local = [path for path in sorted(Path(name).rglob("*")) if path.is_file()]
     state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in local]
@@ -121,26 +122,32 @@ def _download(source: str, cache: Path, text_column: str | None,
     path = cache / f"hf-{readable}-{key}.jsonl"
     shown = source.replace(name, Path(name).absolute().name) if local else source
     if path.exists():
-        say(f"{source}: using {path} ({path.stat().st_size:,} bytes), downloaded before; it may be "
-            "deleted")
+        say(f"{source}: using {path}, {path.stat().st_size:,} bytes, which may be deleted")
         return shown, str(path)
-    cache.mkdir(parents=True, exist_ok=True)
-    say(f"{source}: writing to {path}, on a disk with {shutil.disk_usage(cache).free / 1e9:,.1f} "
-        "GB of room")
-    temporary = cache / f".tmp-{path.stem}-{os.getpid()}"
+    room = shutil.disk_usage(cache).free / 1e9
+    say(f"{source}: writing to {path}, on a disk with {room:,.1f} GB of room")
+    with written_whole(path) as file:
+        records = _stream(source, name, config or None, split or "train", text_column)
+        for record in tqdm(records, source, unit=" documents", disable=None):
+            # Of what JSON lacks, as dates, comes a number: `documents` says that it is no text.
+            line = json.dumps(record, ensure_ascii=False, default=lambda _: 0) + "\n"
+            file.write(line.encode("utf-8"))
+    return shown, str(path)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which is in its place when the block ends well, and else nowhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.stem}-{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            records = _stream(source, name, config or None, split or "train", text_column)
-            for record in tqdm(records, source, unit=" documents", disable=None):
-                # Of what JSON lacks, as dates, comes null: `documents` says that it is no text.
-                record = formats.without_null(record)
-                file.write(json.dumps(record, ensure_ascii=False, default=lambda _: None) + "\n")
+        with open(temporary, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    return shown, str(path)
 
 
 def _stream(source: str, name: str, config: str | None, split: str,
@@ -159,15 +166,9 @@ def _stream(source: str, name: str, config: str | None, split: str,
         raise
     except Exception as error:  # the library's, and those of the ones below it, share no base
         reason = formats.one_line(error)
-        if "script" in reason:
-            way = ("loader scripts are no longer run; give a data set without one, or a folder of "
-                   "its parquet or jsonl files")
-        elif isinstance(error, ValueError):
-            way = "expected hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT"
-        else:
-            way = ("check name and network, or download its parquet or jsonl files elsewhere and "
-                   "give their folder")
-        raise DataError(f"{source}: {type(error).__name__}: {reason}; {way}") from None
+        why = "loader scripts are no longer run" if "script" in reason else "check name and network"
+        raise DataError(f"{source}: {type(error).__name__}: {reason}; {why}, or download its "
+                        "parquet or jsonl files and give their folder") from None
 
 
 def _files(source: str) -> list[tuple[str, Path]]:
@@ -182,11 +183,10 @@ def _files(source: str) -> list[tuple[str, Path]]:
     if path.is_dir() and source:
         return _walk(path, lambda name: not name.startswith("."))
     if path.exists() and source:
-        raise DataError(f"{source} is a pipe or a device, which cannot be read twice; pipe it into "
+        raise DataError(f"{source} is a pipe or a device, which cannot be read twice; give it as "
                         f"standard input: python -m data.prepare - --name=NAME < {source}")
-    raise DataError(f"there is no file or folder {source!r}; a source is a text, .jsonl or "
-                    ".parquet file, a folder of them, hf:NAME, - (standard input) or one of "
-                    f"{', '.join(KEYWORDS)}")
+    raise DataError(f"there is no file or folder {source!r}; give a text, .jsonl or .parquet file, "
+                    f"a folder of them, hf:NAME, - (standard input) or {', '.join(KEYWORDS)}")
 
 
 def _stdlib(folder: Path) -> list[tuple[str, Path]]:
@@ -195,9 +195,8 @@ def _stdlib(folder: Path) -> list[tuple[str, Path]]:
     found = [(name, path) for name, path in found if name.endswith(".py")]
     size = sum(path.stat().st_size for _, path in found)
     if size < STDLIB_MIN_BYTES:
-        raise DataError(f"Python's standard library in {folder} is zipped, absent or stripped: "
-                        f"{size:,} bytes of source, expected {STDLIB_MIN_BYTES:,} or more; give a "
-                        "text file or a folder of texts instead, as --dataset=my.txt")
+        raise DataError(f"Python's standard library in {folder} is zipped, absent or stripped, "
+                        f"with {size:,} bytes of source; give your own text, as --dataset=my.txt")
     return found
 
 
@@ -218,19 +217,16 @@ def _shakespeare() -> Path:
     path = data_root() / ".cache" / "tinyshakespeare.txt"
     if path.exists() and sha256(path.read_bytes()).hexdigest() == SHAKESPEARE_SHA256:
         return path
-    elsewhere = ("give a local copy instead: python -m data.prepare input.txt "
-                 "--name=shakespeare_char --tokenizer=char")
+    elsewhere = ("give a local copy: python -m data.prepare input.txt --name=shakespeare_char "
+                 "--tokenizer=char")
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             content = response.read()
     except (OSError, HTTPException) as error:
         raise DataError(f"could not download {SHAKESPEARE_URL} ({error}); {elsewhere}") from None
-    got = sha256(content).hexdigest()
-    if got != SHAKESPEARE_SHA256:
+    if (got := sha256(content).hexdigest()) != SHAKESPEARE_SHA256:
         raise DataError(f"{SHAKESPEARE_URL} ({len(content):,} bytes) has SHA-256 {got}, expected "
                         f"{SHAKESPEARE_SHA256}; try again, or {elsewhere}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    with written_whole(path) as file:
+        file.write(content)
     return path

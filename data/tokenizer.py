@@ -14,7 +14,6 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
@@ -29,9 +28,8 @@ EXTRAS = Path(__file__).parent.parent / "extras"
 class Tokenizer:
     """What all kinds share; a kind adds `encode_array`.
 
-    spec: how a user names it. vocab_size: ids are 0 .. vocab_size - 1. special: {name: id} of ids
-    that are no text. eot: the one that stands before every document, None without (char).
-    hash: equal hash, equal tokenizer.
+    spec: how a user names it. special: {name: id} of ids that are no text; eot: the one before
+    every document, None without (char). hash: equal hash, equal tokenizer.
     """
 
     def __init__(self, kind: str, spec: str, tokens: list[bytes], special: dict[str, int],
@@ -101,10 +99,9 @@ class CharTokenizer(Tokenizer):
         if known.all():
             return ids
         if unknown != "skip":
-            position = int(np.argmin(known))
-            raise DataError(f"the character {text[position]!r} at position {position} is none of "
-                            f"the {self.vocab_size} in this `char` vocabulary; leave it out, or "
-                            "train with another tokenizer")
+            at = int(np.argmin(known))
+            raise DataError(f"the character {text[at]!r} at position {at} is none of the alphabet "
+                            f"of {self.vocab_size}; leave it out, or take another tokenizer")
         return ids[known]
 
 
@@ -124,8 +121,8 @@ class BPETokenizer(Tokenizer):
 
         self._pattern = pattern
         ranks = {token: id for id, token in enumerate(tokens) if token is not None}
-        # One special token that no text can yield, since none is allowed in `encode_array`, with an
-        # id beyond the last. Without any, tiktoken looks for "" at every character: half as fast.
+        # One special token that no text yields, as `_run` allows none, with an id beyond the last:
+        # without any, tiktoken looks for "" at every character and is half as fast.
         self._make_engine = partial(tiktoken.Encoding, spec, pat_str=pattern, mergeable_ranks=ranks,
                                     special_tokens={EOT: len(tokens)})
         # Each thread has its own: two that share one wait for the scratch memory of its pattern and
@@ -141,11 +138,8 @@ class BPETokenizer(Tokenizer):
     def encode_array(self, text: str, unknown: str = "error") -> np.ndarray:
         try:
             return self._run(text)
-        except DataError:
-            parts = list(cut(text, self._pattern))
-            if len(parts) == 1:
-                raise
-            return np.concatenate([self._run(part) for part in parts])
+        except DataError:  # tried again in parts, if it has more than one
+            return np.concatenate([self._run(part) for part in cut(text, self._pattern)])
 
     def _engine(self):
         if not hasattr(self._of_thread, "engine"):
@@ -155,7 +149,7 @@ class BPETokenizer(Tokenizer):
     def _run(self, text: str) -> np.ndarray:
         engine = self._engine()
         try:
-            return engine.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+            return engine.encode_to_numpy(text, disallowed_special=())
         except BaseException as error:  # as a panic in Rust is no Exception
             if type(error).__name__ not in ("PanicException", "ValueError"):
                 raise
@@ -184,13 +178,13 @@ def make_tokenizer(spec: str, texts: Iterable[str] = ()) -> Tokenizer:
     if name in encodings:
         return BPETokenizer(name, *fetch(name, argument))
     if colon and name in _extras():
-        return _extra(name).make(argument)
+        return import_module(f"extras.{name}").make(argument)
     if spec.endswith(".json"):
         return from_json(read_json(Path(spec), "give --tokenizer= that of a dataset or checkpoint"))
-    more = [f"{name}:..." for name in _extras()]
-    hint = did_you_mean(spec, ["byte", "char", "bpe:2048", *encodings, *more])
-    raise DataError(f"--tokenizer={spec} is none of byte, char, bpe:N, a path to a tokenizer.json, "
-                    f"{', '.join([*more, ''])}and tiktoken's {', '.join(encodings)}{hint}")
+    names = [*encodings, *(f"{name}:..." for name in _extras())]
+    hint = did_you_mean(spec, ["byte", "char", "bpe:2048", *names])
+    raise DataError(f"--tokenizer={spec} is none of byte, char, bpe:N, {', '.join(names)} and "
+                    f"paths to a tokenizer.json{hint}")
 
 
 def identity(spec: str) -> str:
@@ -210,9 +204,8 @@ def from_json(value: dict) -> Tokenizer:
         kind, version = value["kind"], value["format"]
         if version != FORMAT:
             newer = isinstance(version, int) and version > FORMAT
-            raise DataError(f"a tokenizer JSON of format {version!r}, expected {FORMAT}; "
-                            + ("a newer version wrote it, update this clone" if newer else
-                               "restore the file"))
+            way = "a newer version wrote it, update this clone" if newer else "restore the file"
+            raise DataError(f"a tokenizer JSON of format {version!r}, expected {FORMAT}; {way}")
         if kind == "byte":
             tokenizer = ByteTokenizer()
         elif kind == "char":
@@ -221,10 +214,10 @@ def from_json(value: dict) -> Tokenizer:
             tokens = [t if t is None else b64decode(t) for t in value["tokens"]]
             tokenizer = BPETokenizer(value["spec"], value["pattern"], tokens, value["special"])
         elif kind in _extras():
-            tokenizer = _extra(kind).load(value)
+            tokenizer = import_module(f"extras.{kind}").load(value)
         else:
-            raise DataError(f"a tokenizer JSON of kind {kind!r} is none of "
-                            f"{', '.join(['byte', 'char', 'bpe', *_extras()])}; add the "
+            known = ", ".join(["byte", "char", "bpe", *_extras()])
+            raise DataError(f"a tokenizer JSON of kind {kind!r} is none of {known}; add the "
                             f"extras/{kind}.py that wrote it")
         if tokenizer.to_json() != value:
             raise ValueError("its hash does not fit its content")
@@ -237,13 +230,7 @@ def from_json(value: dict) -> Tokenizer:
 
 
 def _extras() -> list[str]:
-    """The files of this clone's extras/ that bring a tokenizer: `make(argument)`, `load(value)`."""
+    """Files of extras/ with a tokenizer, imported by name so that a checkpoint with one opens."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(EXTRAS.glob("*.py"))}
     return [name for name, text in texts.items() if re.fullmatch("[a-z0-9_]+", name) and
             "\ndef make(argument: str)" in text and "\ndef load(value: dict)" in text]
-
-
-def _extra(name: str) -> ModuleType:
-    # This room imports nothing of ours. But a checkpoint that carries a tokenizer must open for
-    # whoever reads it, so the file of that kind is found by its name, here and nowhere else.
-    return import_module(f"extras.{name}")

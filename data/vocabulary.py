@@ -1,5 +1,6 @@
 """Vocabularies for byte pair encoding, learned from text or OpenAI's, and where their words end."""
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,22 +22,17 @@ LONG_RUN = 50_000  # of spaces: tiktoken gives up before a word at some multiple
 
 
 def learn(size: int, texts: Iterable[str]) -> list[bytes]:
-    """Up to size - 1 tokens, learned from texts with Hugging Face `tokenizers`; one id is for eot.
-
-    There are fewer if the texts have no more pairs that occur twice. The engine is tiktoken all
-    the same: on the standard library it gave the same ids as `tokenizers`, five times faster.
-    """
+    """At most size - 1 tokens, as one id is for eot, learned with Hugging Face `tokenizers`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if not 257 <= size <= MAX_SIZE:
-        raise DataError(f"bpe:{size}: expected a size of 257 (bytes and end-of-text) to "
-                        f"{MAX_SIZE:,}")
+        raise DataError(f"bpe:{size}: expected a size of 257 (bytes, end-of-text) to {MAX_SIZE:,}")
     # GPT-2's vocabulary files write each byte as a letter, itself where it is printable.
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     letters = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    trainer = trainers.BpeTrainer(vocab_size=size - 1, min_frequency=2, show_progress=False,
-                                  initial_alphabet=list(letters))
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1, min_frequency=2, show_progress=False, initial_alphabet=list(letters))
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     slices = (text[i:i + LESSON] for text in texts for i in range(0, len(text), LESSON))
@@ -58,11 +54,7 @@ def _short(text: str) -> Iterator[str]:
 
 
 def fetch(name: str, place: str = "") -> tuple[str, list[bytes | None], dict[str, int]]:
-    """Pattern, tokens and special ids of one of tiktoken's encodings, as `BPETokenizer` takes them.
-
-    tiktoken fetches its vocabulary once and then has it cached.
-    place: where the files are instead, under their own names: a folder, or one of them.
-    """
+    """Pattern, tokens and special ids of a tiktoken encoding; place: its files' folder, or one."""
     from tiktoken.load import check_hash
     from tiktoken.registry import ENCODING_CONSTRUCTORS
 
@@ -75,13 +67,10 @@ def fetch(name: str, place: str = "") -> tuple[str, list[bytes | None], dict[str
             raise DataError(f"{file} is missing; fetch {url} on another machine and put it there")
         content = file.read_bytes()
         if sha256 and not check_hash(content, sha256):
-            raise DataError(f"{file} ({len(content):,} bytes) is damaged, its SHA-256 is not "
+            got = hashlib.sha256(content).hexdigest()
+            raise DataError(f"{file} ({len(content):,} bytes) has SHA-256 {got}, expected "
                             f"{sha256}; fetch {url} again")
         return content
-
-    def note(url: str, sha256: str | None = None) -> bytes:
-        urls.append(url)
-        return b""
 
     try:
         with _reading(look) if place else nullcontext():
@@ -89,13 +78,12 @@ def fetch(name: str, place: str = "") -> tuple[str, list[bytes | None], dict[str
     except DataError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        with _reading(note), suppress(ValueError):
+        with _reading(lambda url, sha256=None: urls.append(url) or b""), suppress(ValueError):
             describe()
         raise DataError(
             f"the vocabulary of {name} is missing or damaged in tiktoken's cache and could not be "
             f"fetched ({type(error).__name__}); fetch {' and '.join(urls)} on another machine and "
-            f"give their folder, as --tokenizer={name}:FOLDER, or set TIKTOKEN_CACHE_DIR to a "
-            "cache that has them") from None
+            f"give their folder, as --tokenizer={name}:FOLDER, or set TIKTOKEN_CACHE_DIR") from None
     ranks, special = made["mergeable_ranks"], made["special_tokens"]
     tokens = [None] * (1 + max(*ranks.values(), *special.values()))
     for token, id in ranks.items():
@@ -118,9 +106,8 @@ def _reading(read: Callable[..., bytes]) -> Iterator[None]:
 def cut(text: str, pattern: str) -> Iterator[str]:
     """Parts of a text that yield the ids of the whole, cut at the ends of its long runs of spaces.
 
-    The last space before a word is the word's, all others are one piece, as they are at the end of
-    a text. In patterns that have that rule a piece ends after the last line end as well. Without
-    the rule for the end of a text (o200k_base) there is no place to cut.
+    The last space before a word is the word's, all others are one piece, as at the end of a text.
+    Some patterns end a piece after the last line end too; o200k_base has no place to cut.
     """
     start = 0
     for run in SPACES.finditer(text) if r"|\s++$|" in pattern else ():

@@ -117,7 +117,8 @@ def same_tokenizer(folder: Path, tokenizer: Any) -> None:
     theirs = checkpoint.read_json(folder / "tokenizer.json")
     if theirs.get("hash") != tokenizer.hash:
         raise UserError(f"{folder} was trained with tokenizer {theirs.get('spec')}, the data set "
-                        f"has {tokenizer.spec}; give it --tokenizer={folder / 'tokenizer.json'}")
+                        f"has another, {tokenizer.spec}; prepare it with that one: python -m "
+                        f"data.prepare SOURCE --name=NAME --tokenizer={folder / 'tokenizer.json'}")
 
 
 def same_dtype(run: Run, wanted: str, device_type: str) -> str:

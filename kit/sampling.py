@@ -1,6 +1,8 @@
 """From logits to the next token, and from tokens to text on the screen."""
 
 import codecs
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +56,15 @@ def start_ids(tokenizer) -> list[int]:
         return list(tokenizer.encode("\n"))
     except ValueError:  # not even that
         return [0]
+
+
+def write_text(model: Any, tokenizer: Any, start: list[int], end: int | None, seed: int,
+               max_new_tokens: int = 300) -> str:
+    """What a model writes after the ids `start`, up to the id `end` where that is one."""
+    device, choose = next(model.parameters()).device, Sampler(1, 0.8, top_k=50, seed=seed)
+    new = model.eval().generate(torch.tensor([start], device=device), max_new_tokens, choose)
+    ids = takewhile(lambda id: id != end, map(int, new))
+    return tokenizer.decode(ids if end is None else [*start, *ids])
 
 
 class TextStream:

@@ -205,9 +205,9 @@ def test_the_commands_of_the_readme(tmp_path, text_file):
     for config in ("small", "shakespeare_char_cpu"):
         (clone / "config" / f"{config}.py").write_text(tiny)
     shutil.copy(text_file, clone / "my.txt")
-    (clone / "notes").mkdir()
-    shutil.copy(text_file, clone / "notes" / "a.txt")
-    (clone / "notes" / "b.txt").write_text("Another text. " * 500)
+    (clone / "my_notes").mkdir()
+    shutil.copy(text_file, clone / "my_notes" / "a.txt")
+    (clone / "my_notes" / "b.txt").write_text("Another text. " * 500)
     (clone / "chats.jsonl").write_text("".join(json.dumps({"messages": [
         {"role": "user", "content": f"what follows {i}?"},
         {"role": "assistant", "content": str(i + 1)}]}) + "\n" for i in range(200)))

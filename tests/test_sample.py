@@ -170,3 +170,19 @@ def test_a_model_with_broken_weights_says_so(tmp_path, byte_tokenizer, capfd):
                           capture_output=True, text=True)
     assert done.returncode == 2 and "not finite" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_question_is_put_as_a_user_s_message_and_the_answer_ends(tmp_path, byte_tokenizer,
+                                                                   capfd, monkeypatch):
+    """This model says "yes" and ends after the line end that an assistant's turn begins with."""
+    favourite = [*b"\nyes", 256]
+    path = make_run(tmp_path / "chat", byte_tokenizer.to_json(), 257, favourite=favourite)
+    prompts = []
+    real = GPT.generate
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, *a, **k:
+                        (prompts.append(idx[0].tolist()), real(self, idx, *a, **k))[1])
+    out, _ = write(capfd, f"--out_dir={path}", "--ask=well?", "--temperature=0")
+    assert out == "yes\n"
+    assert prompts == [[256, *b"user\nwell?", 256, *b"assistant\n"]]
+    with pytest.raises(UserError, match="give one of them"):
+        sample.main(["--ask=a", "--prompt=b"])

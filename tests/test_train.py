@@ -582,3 +582,14 @@ def test_verify_finds_what_a_sample_of_the_ids_cannot(run, tmp_path):
     run("--max_iters=1", "--warmup_iters=0", out="second")
     with pytest.raises(train.DataError, match="SHA-256"):
         run("--verify=True", out="third")
+
+
+def test_the_sample_at_the_end_answers_what_was_held_out(run, chat, monkeypatch):
+    ends = []
+    monkeypatch.setattr(train, "write_text", lambda model, tokenizer, start, end, seed:
+                        ends.append((tokenizer.decode(start), end)) or "")
+    run(f"--dataset={chat}", "--max_iters=1", "--warmup_iters=0", "--block_size=24", out="chat")
+    run("--max_iters=1", "--warmup_iters=0")
+    (asked, end), alone = ends
+    assert asked.startswith("<|endoftext|>q\n") and asked.endswith("<|endoftext|>assistant\n")
+    assert end == 256 and alone == ("<|endoftext|>", None)

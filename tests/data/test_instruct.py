@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError
-from data.instruct import CHUNK, Samples, canonical, encode, has_form, text_of
+from data.instruct import CHUNK, Samples, canonical, encode, has_form, question, text_of
 from data.shards import Shards, ShardWriter, Split
 from data.tokenizer import make_tokenizer
 
@@ -382,3 +382,15 @@ def test_tokens_mask_and_starts_must_fit(n_mask, starts):
     with pytest.raises(DataError, match=r"train split's 10 tokens, mask of \d+ and starts of \d "
                                         "samples do not fit together; prepare"):
         Samples("train", Memory(range(10)), Memory([1] * n_mask), np.array(starts, np.int64), 0)
+
+
+def test_a_question_is_how_a_sample_begins():
+    tokenizer = make_tokenizer("byte")
+    sample = canonical({"messages": [{"role": "user", "content": "how? <|endoftext|>"},
+                                              {"role": "assistant", "content": "so"}]})
+    ids, mask = encode(sample, tokenizer)
+    asked = question("how? <|endoftext|>", tokenizer)
+    assert ids.tolist()[:len(asked)] == asked and mask[:len(asked)].sum() == 0
+    assert mask[len(asked):].all()
+    with pytest.raises(DataError, match="no separator"):
+        question("?", make_tokenizer("char", "?"))

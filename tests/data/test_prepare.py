@@ -495,7 +495,8 @@ def test_ctrl_c_is_one_line_and_exit_130(text, data_folder, monkeypatch, capsys)
 
 def test_a_known_name_brings_its_tokenizer(monkeypatch):
     calls: list[tuple] = []
-    monkeypatch.setattr(command, "prepare", lambda *args, say: calls.append(args) or Path(args[1]))
+    monkeypatch.setattr(command, "prepare",
+                        lambda *args, **options: calls.append(args) or Path(args[1]))
     command.main(["shakespeare_char"])
     command.main(["stdlib", "--tokenizer=byte", "--name=x"])
     command.main(["stdlib", "shakespeare"])
@@ -900,3 +901,34 @@ def test_what_the_system_refuses_has_a_way_out(text, monkeypatch, capsys):
     monkeypatch.setattr(build, "_write_shards", full)
     assert command.main([text, "--name=x"]) == 2
     assert "make room, or set BONSAI_DATA" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of that kind")
+@pytest.mark.parametrize("share", (0.5, 0.999))
+def test_a_disk_that_fills_up_at_any_write_leaves_no_torn_set(tmp_path, data_folder, share):
+    """The last write counts too, and what the operating system writes only in part."""
+    (tmp_path / "text.txt").write_text("some text " * 60_000, encoding="utf-8")
+    limit = int(share * 2 * 0.9 * 600_000)  # bytes of a file: less than the shard of train has
+    code = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+            f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+            "from data.prepare import main; sys.exit(main(sys.argv[1:]))")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "text.txt"), "--name=x",
+                           "--tokenizer=byte"], cwd=CLONE, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert visible(data_folder) == []
+
+
+def test_a_vocabulary_learned_from_other_text_is_not_said_to_be_another_one(folder):
+    prepare([folder], "mine", "bpe:300", say=quiet)
+    (Path(folder) / "new.txt").write_text("a new note " * 30, encoding="utf-8")
+    with pytest.raises(DataError, match="mine was made from other text; choose"):
+        prepare([folder], "mine", "bpe:300", say=quiet)
+
+
+def test_a_file_of_many_stories_is_split_on_request(tmp_path, data_folder, capsys):
+    (tmp_path / "stories.txt").write_text("<|endoftext|>".join(f"story {i} " for i in range(30)))
+    assert command.main([str(tmp_path / "stories.txt"), "--split_at=<|endoftext|>",
+                         "--tokenizer=byte"]) == 0
+    assert Dataset(data_folder / "stories").meta["sources"][0]["documents"] == 30
+    assert command.main([str(tmp_path / "stories.txt"), "--tokenizer=byte", "--name=one"]) == 0
+    assert Dataset(data_folder / "one").meta["sources"][0]["documents"] == 1

@@ -617,3 +617,29 @@ def test_a_pipe_or_device_is_named(tmp_path):
     for source in (tmp_path / "pipe", "/dev/null"):
         assert f"{source} is a pipe or a device" in refused(source)
     assert "there is no file or folder ''" in refused("")
+
+
+@pytest.mark.parametrize("block", (1, 3, 1 << 18))
+@pytest.mark.parametrize("text", (
+    "one<|eot|>two\n<|eot|>\nthree", "<|eot|>one<|eot|><|eot|>two<|eot|>", "no mark <|eo",
+    "<|eot|>", "<|e<|eot|>ot|>", "a<|eot|>" * 50))
+def test_a_text_is_split_at_a_mark_wherever_blocks_end(tmp_path, monkeypatch, text, block):
+    monkeypatch.setattr(formats, "BLOCK", block)
+    path = tmp_path / "stories.txt"
+    path.write_text(text, newline="")
+    found = [p.text for p in documents(str(path), split_at="<|eot|>")]
+    assert found == [part for part in text.split("<|eot|>") if part]
+    assert [p.text for p in documents(str(path))] == [text]
+
+
+def test_documents_of_a_split_text_may_be_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "PIECE", 100)
+    stories = ["word " * 90, "short", "other " * 300]
+    path = tmp_path / "stories.txt"
+    path.write_text("\n###\n".join(stories))
+    found = []
+    for piece in documents(str(path), split_at="\n###\n"):
+        if piece.starts:
+            found.append("")
+        found[-1] += piece.text
+    assert found == stories

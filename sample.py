@@ -14,7 +14,7 @@ import torch
 
 from data import DataError
 from data.instruct import question
-from data.tokenizer import EOT, Tokenizer, from_json
+from data.tokenizer import Tokenizer, from_json
 from kit import checkpoint, runs
 from kit.device import DTYPES, choose_device, name_of
 from kit.sampling import Sampler, TextStream, start_ids
@@ -91,15 +91,17 @@ def write(s: SampleSettings, model: GPT, tokenizer: Tokenizer, prompt: list[int]
     """Print the samples: the first unwritten one as it comes, the others when their turn comes."""
     idx = torch.tensor([prompt], device=model.wte.weight.device)
     choose = Sampler(s.num_samples, s.temperature, s.top_k, s.top_p, s.seed)
-    stop = EOT if s.stop is None and s.ask is not None else s.stop
-    streams = [TextStream(stop) for _ in range(s.num_samples)]
+    streams = [TextStream(s.stop) for _ in range(s.num_samples)]
     texts = [s.prompt] * s.num_samples  # what is known of each and not yet on the screen
     turn = 0
     for left, ids in zip(range(s.max_new_tokens, 0, -1),
                          model.generate(idx, s.max_new_tokens, choose, num_samples=s.num_samples,
                                         context_keep=s.context_keep), strict=True):
         for i, stream in enumerate(streams):
-            texts[i] += stream.feed(tokenizer.token_bytes(int(ids[i])), final=left == 1)
+            answered = s.ask is not None and int(ids[i]) == tokenizer.eot
+            data = b"" if answered else tokenizer.token_bytes(int(ids[i]))
+            texts[i] += stream.feed(data, final=answered or left == 1)
+            stream.stopped |= answered
         while turn < s.num_samples:
             print(texts[turn], end="", flush=True)
             texts[turn] = ""

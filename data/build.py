@@ -9,6 +9,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -84,9 +85,9 @@ def _check_separator(tokenizer: Tokenizer, kind: str, align: str | None) -> None
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """How many cores this process may use, 32 at most: each engine takes up to 40 MB."""
     allowed = getattr(os, "sched_getaffinity", None)  # not on a Mac or Windows
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
+    return min(32, len(allowed(0)) if allowed else os.cpu_count() or 1)
 
 
 class Encoded(NamedTuple):
@@ -179,14 +180,17 @@ def _write_shards(folder: Path, census: Census, held_out: Rule, tokenizer: Token
 
     jobs = _jobs(divide(census, held_out))
     encoded = _in_order(partial(encode, tokenizer=tokenizer), jobs, max(1, workers))
-    with tqdm(desc="encoding", total=sum(census.sizes), unit="B", unit_scale=True,
-              disable=None) as bar:
+    with ExitStack() as stack:
+        for writer in (writer for of_split in writers.values() for writer in of_split.values()):
+            stack.callback(writer.close)
+        bar = stack.enter_context(tqdm(desc="encoding", total=sum(census.sizes), unit="B",
+                                       unit_scale=True, disable=None))
         for n_bytes in _in_order(write, encoded, 1):
             bar.update(n_bytes)
-    for split, writer in writers.items():
-        for kind in kinds:
-            writer[kind].finish()
-            splits[split]["shards" if kind == "tokens" else kind] = writer[kind].shards
+        for split, of_split in writers.items():
+            for kind, writer in of_split.items():
+                writer.finish()
+                splits[split]["shards" if kind == "tokens" else kind] = writer.shards
     return splits
 
 

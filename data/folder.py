@@ -84,8 +84,10 @@ def replacing(name: str, say: Callable[[str], None] = print) -> Iterator[Buildin
 def _sweep(root: Path, name: str) -> None:
     """Tidy up after killed processes that built other datasets than `name`."""
     leftover = {p.name[5:] for p in root.iterdir() if p.name.startswith((".tmp-", ".old-"))}
-    for other in leftover - {name}:
-        with suppress(Timeout, DataError):  # it is at work, or none of ours
+    # A folder without a lock is somebody else's.
+    ours = {other for other in leftover if (root / ".cache" / f"{other}.lock").exists()}
+    for other in ours - {name}:
+        with suppress(Timeout, DataError, OSError):  # it is at work, or another user's
             with _lock(root, other).acquire(timeout=0):
                 Building(root, other)
 

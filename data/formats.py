@@ -44,7 +44,9 @@ def read(name: str, path: Path, named: bool, errors: str, text_column: str | Non
     looks binary is left out. The rest: see `sources.documents`.
     """
     lower = path.name.lower()
-    packed = PACKED.get(Path(lower).suffix)
+    packed = PACKED.get(Path(lower.removesuffix(".gz")).suffix)
+    if lower.endswith(".parquet.gz"):
+        packed = ""
     if named and packed is not None:
         way = f': {packed} "{path}" | python -m data.prepare - --name=NAME' if packed else ""
         raise DataError(f"{path} is not read as it is; unpack or convert it first{way}")
@@ -213,6 +215,8 @@ def columns(there: Iterable[str], place: object, text_column: str | None) -> lis
     there, column = list(there), text_column or "text"
     if text_column is None and instruct.has_form(dict.fromkeys(there)):
         return [name for name in ("messages", "prompt", "completion") if name in there]
+    if there.count(column) > 1:
+        raise DataError(f"{place} has {there.count(column)} columns {column!r}; rename all but one")
     if column not in there:
         raise DataError(f"{place} has no column {column!r}, but {there[:30]}; name one with "
                         "--text_column=")

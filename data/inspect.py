@@ -169,7 +169,8 @@ def draw(path: str | Path, scans: list[Scan], lengths: Counter[int], title: str)
         values = [max(low, value) for value in scan.lengths]  # 0 has no logarithm
         found, _ = np.histogram(values, edges, weights=list(scan.lengths.values()))
         style = {"fill": True, "alpha": 0.4} if scan.name == "train" else {"linewidth": 2}
-        axes.stairs(found / max(1, found.sum()), edges, label=scan.name, **style)
+        label = f"{scan.name}, {found.sum():,} documents"
+        axes.stairs(found / max(1, found.sum()), edges, label=label, **style)
     axes.axvline(median, color="black", linestyle="--", linewidth=1, label=f"median {median:,}")
     axes.set_title(title.encode("ascii", "backslashreplace").decode(), parse_math=False)
     axes.set(xlabel="tokens in a document", ylabel="share of the split's documents")

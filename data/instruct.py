@@ -32,7 +32,7 @@ def has_form(record: dict) -> bool:
 
 def canonical(record: dict) -> str | None:
     """A sample as JSON of one spelling, None without a target; ValueError says what is wrong."""
-    if "messages" not in record:
+    if record.get("messages") in (None, "") and "prompt" in record:  # a table has every column
         sample = {key: _text(record, key) for key in ("prompt", "completion")}
     elif isinstance(record["messages"], list) and record["messages"]:
         sample = {"messages": [_message(m, i) for i, m in enumerate(record["messages"], 1)]}

@@ -85,11 +85,12 @@ def resolve(dataset: str, tokenizer: str | None = None,
 
 def is_text(dataset: str) -> bool:
     """Whether `--dataset=` names text of the user's own, to be prepared by its content."""
-    path, prepared = Path(dataset), data_root() / dataset
+    path = Path(dataset)
+    folders = [path, data_root() / dataset] if path.name == dataset else [path]
     if not dataset or dataset in KNOWN or path.suffix == ".bin" and path.is_file():
         return False
     return path.exists() and not _has_shards(path) and not any(
-        (folder / "dataset.json").is_file() for folder in (path, prepared))
+        (folder / "dataset.json").is_file() for folder in folders)
 
 
 def _has_shards(folder: Path) -> bool:

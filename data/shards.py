@@ -9,6 +9,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -66,6 +67,11 @@ class ShardWriter:
         self.shards.append(
             {"file": self._path.name, "tokens": self._tokens, "sha256": file_hash(self._path)})
 
+    def close(self) -> None:
+        """Let go of the file, however far it came; a system may not remove it before."""
+        with suppress(OSError):
+            self._file.close()
+
     def _begin(self) -> None:
         self._path = self.folder / f"{self.split}_{len(self.shards):06d}{self._suffix}"
         self._file = open(self._path, "wb")
@@ -116,7 +122,8 @@ class Shards:
         self._bounds = np.cumsum([0, *counts]).tolist()  # of the shards, in tokens of the split
         self.n: int = self._bounds[-1]
         # Plain files: pages touched through a memory map count as resident (nanoGPT PR#428).
-        self._open = lru_cache(OPEN_FILES)(lambda i: open(self.paths[i], "rb", buffering=0))
+        files = self.paths  # not self: a cycle would keep the files open
+        self._open = lru_cache(OPEN_FILES)(lambda i: open(files[i], "rb", buffering=0))
         for begin, count in zip(self._bounds, counts, strict=False):
             n = min(4096, count)
             for start in np.linspace(begin, begin + count - n, 16).astype(int).tolist():

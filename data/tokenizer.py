@@ -121,6 +121,9 @@ class BPETokenizer(Tokenizer):
 
         self._pattern = pattern
         ranks = {token: id for id, token in enumerate(tokens) if token is not None}
+        unused = {id for id, token in enumerate(tokens) if token is None}
+        if not all(isinstance(id, int) and id in unused for id in special.values()):
+            raise ValueError("a special id is that of a token, or none")
         # One special token that no text yields, as `_run` allows none, with an id beyond the last:
         # without any, tiktoken looks for "" at every character and is half as fast.
         self._make_engine = partial(tiktoken.Encoding, spec, pat_str=pattern, mergeable_ranks=ranks,

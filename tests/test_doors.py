@@ -21,7 +21,7 @@ DOORS = {  # room -> what of ours it may import
 }
 BUDGET = {"model.py": 400, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
-    ("model", "train", "sample"): 800,
+    ("model", "train", "sample"): 810,
     ("data",): 2050,
     ("kit",): 1000,
 }

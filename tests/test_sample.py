@@ -183,6 +183,10 @@ def test_a_question_is_put_as_a_user_s_message_and_the_answer_ends(tmp_path, byt
                         (prompts.append(idx[0].tolist()), real(self, idx, *a, **k))[1])
     out, _ = write(capfd, f"--out_dir={path}", "--ask=well?", "--temperature=0")
     assert out == "yes\n"
-    assert prompts == [[256, *b"user\nwell?", 256, *b"assistant\n"]]
+    assert prompts[0] == [256, *b"user\nwell?", 256, *b"assistant\n"]
+    out, _ = write(capfd, f"--out_dir={path}", "--ask=well?", "--temperature=0", "--stop=!")
+    assert out == "yes\n"
+    out, _ = write(capfd, f"--out_dir={path}", "--ask=well?", "--temperature=0", "--stop=s")
+    assert out == "ye\n"
     with pytest.raises(UserError, match="give one of them"):
         sample.main(["--ask=a", "--prompt=b"])

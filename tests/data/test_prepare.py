@@ -620,17 +620,19 @@ def test_what_was_prepared_while_one_waited_is_taken(text, monkeypatch):
 
 
 def test_what_a_killed_process_left_is_removed(text, data_folder):
-    for leftover in (".tmp-mine", ".tmp-other", ".old-other", ".tmp-third-4711"):
-        (data_folder / leftover).mkdir(parents=True)
+    (data_folder / ".cache").mkdir(parents=True)
+    (data_folder / ".cache" / "other.lock").touch()  # as whoever built it has left
+    for leftover in (".tmp-mine", ".tmp-other", ".old-other", ".tmp-theirs", ".old-photos"):
+        (data_folder / leftover).mkdir()
         (data_folder / leftover / "train_000000.bin").write_bytes(bytes(100))
     with replacing("other"):  # at work: its folder is not touched
         (data_folder / ".tmp-other").mkdir()
         prepare([text], "mine", "byte", say=quiet)
-        assert visible(data_folder) == [".tmp-other", "mine"]
+        assert visible(data_folder) == [".old-photos", ".tmp-other", ".tmp-theirs", "mine"]
         (data_folder / ".tmp-other").rmdir()
     (data_folder / ".tmp-other").mkdir()
     prepare([text], "mine", "byte", say=quiet)
-    assert visible(data_folder) == ["mine"]
+    assert visible(data_folder) == [".old-photos", ".tmp-theirs", "mine"]  # not ours
 
 
 def test_a_dataset_killed_between_two_renames_comes_back(text, data_folder):
@@ -932,3 +934,28 @@ def test_a_file_of_many_stories_is_split_on_request(tmp_path, data_folder, capsy
     assert Dataset(data_folder / "stories").meta["sources"][0]["documents"] == 30
     assert command.main([str(tmp_path / "stories.txt"), "--tokenizer=byte", "--name=one"]) == 0
     assert Dataset(data_folder / "one").meta["sources"][0]["documents"] == 1
+
+
+def test_a_path_is_never_taken_for_a_prepared_name(tmp_path, monkeypatch, data_folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "poems").mkdir()
+    for path in (tmp_path / "notes", tmp_path / "poems" / "a.txt"):
+        path.write_text("some text " * 30)
+    for name, source in (("notes", "notes"), ("poems", "poems")):
+        prepare([source], name, "char", say=quiet)
+        assert resolve(name, say=pytest.fail) == data_folder / name
+        for path in (f"./{name}", f"{name}/" if name == "poems" else str(tmp_path / name)):
+            made = resolve(path, "byte", say=quiet)
+            assert made.name.startswith(f"{name}-") and Dataset(made).tokenizer.spec == "byte"
+
+
+def test_files_are_closed_when_a_preparation_fails(text, monkeypatch):
+    """Or Windows would keep the folder that is to be removed."""
+    opened = []
+    begin = build.ShardWriter._begin
+    monkeypatch.setattr(build.ShardWriter, "_begin",
+                        lambda self: (begin(self), opened.append(self._file))[0])
+    monkeypatch.setattr(build.ShardWriter, "write", lambda self, ids: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare([text], "x", "byte", say=quiet)
+    assert len(opened) == 2 and all(file.closed for file in opened)

@@ -583,6 +583,26 @@ def test_a_standard_library_that_is_not_there_is_named(files, tmp_path, monkeypa
     assert "\n" not in str(error.value) and "--dataset=my.txt" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ("a.tar.gz", "a.zip.gz", "a.parquet.gz"))
+def test_what_is_below_gz_counts_too(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"anything"))
+    assert f"{name} is not read as it is" in refused(tmp_path / name)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert "has 2 columns 'text'; rename all but one" in refused(tmp_path / "a.parquet")
+
+
+def test_a_table_of_both_forms_has_nulls(tmp_path):
+    rows = [{"messages": None, "prompt": "a", "completion": "b"},
+            {"messages": SAMPLE["messages"], "prompt": None, "completion": None}]
+    parquet.write_table(pa.Table.from_pylist(rows[::-1]), tmp_path / "a.parquet")
+    found = [piece.text for piece in documents(str(tmp_path / "a.parquet"))]
+    assert found == [SPELLED, '{"prompt":"a","completion":"b"}']
+
+
 def test_utf_16_is_named_and_not_taken_for_binary(tmp_path):
     (tmp_path / "notes").mkdir()
     path = tmp_path / "notes" / "windows.txt"
@@ -619,7 +639,7 @@ def test_a_pipe_or_device_is_named(tmp_path):
     assert "there is no file or folder ''" in refused("")
 
 
-@pytest.mark.parametrize("block", (1, 3, 1 << 18))
+@pytest.mark.parametrize("block", (2, 3, 1 << 18))
 @pytest.mark.parametrize("text", (
     "one<|eot|>two\n<|eot|>\nthree", "<|eot|>one<|eot|><|eot|>two<|eot|>", "no mark <|eo",
     "<|eot|>", "<|e<|eot|>ot|>", "a<|eot|>" * 50))

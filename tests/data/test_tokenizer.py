@@ -458,3 +458,12 @@ def test_json_that_is_no_tokenizer_is_refused(value):
 def test_char_alphabets_agree_whatever_the_order():
     assert CharTokenizer("cab").hash == CharTokenizer("abcabc").hash
     assert np.array_equal(CharTokenizer("cab").encode("bac"), [1, 0, 2])
+
+
+@pytest.mark.parametrize("id", (97, 9999, -1, 1.5, "x"))
+def test_a_special_id_is_none_of_a_token(id):
+    """However well the hash fits: else a text could forge it."""
+    value = {k: v for k, v in make_tokenizer("bpe:257", ["ab"]).to_json().items() if k != "hash"}
+    value |= {"special": {"<|endoftext|>": id}, "eot": id}
+    with pytest.raises(DataError, match="a special id is that of a token, or none"):
+        from_json(value | {"hash": canonical_hash(value)})

@@ -2,7 +2,8 @@
 
 A single text is cut: its first int(0.9 n) characters train (nanoGPT's rule). Of many documents one
 is held out if and only if its own content hash lies below a threshold, so it stays on its side
-whatever is added, removed or reordered around it, and twins are never on both sides.
+whatever is added, removed or reordered around it (but see `threshold` for very few), and twins are
+never on both sides.
 """
 
 from array import array

@@ -55,7 +55,6 @@ class Dataset:
         self.vocab_size: int = self.tokenizer.vocab_size
         self.separator: int | None = self.tokenizer.eot
         self.hash = canonical_hash(self.meta)  # of its shards' hashes: equal hash, equal data
-        self.kind: str = self.meta["kind"]
         self._opened: list[tuple[Shards, list[dict]]] = []  # with what is recorded of them
         self.train, self.val = map(self._split, SPLITS)
         if (align or self.meta.get("align")) == "document":
@@ -77,10 +76,10 @@ class Dataset:
         self.meta = read_json(self.folder / "dataset.json")
         if (version := self.meta.get("format")) != FORMAT:
             raise self._broken(f"dataset.json has format {version!r}, expected {FORMAT}")
-        kind = self.meta.setdefault("kind", "text")  # the first sets did not say
-        if kind not in ("text", "instruct"):
-            raise self._broken(f"dataset.json is of kind {kind!r}, expected text or instruct")
-        wrong = misfit(self.meta, _SHAPE) or kind == "instruct" and misfit(self.meta, _SAMPLES)
+        self.kind = self.meta.get("kind", "text")  # the first sets did not say
+        if self.kind not in ("text", "instruct"):
+            raise self._broken(f"dataset.json is of kind {self.kind!r}, expected text or instruct")
+        wrong = misfit(self.meta, _SHAPE) or self.kind == "instruct" and misfit(self.meta, _SAMPLES)
         if not wrong and not re.fullmatch("[0-9a-f]{16}", self.meta["val_below"] or "0" * 16):
             wrong = ".val_below"
         if wrong:
@@ -93,7 +92,7 @@ class Dataset:
         return DataError(f"{self.folder}: {what}; prepare the dataset again")
 
     def _open_foreign(self, tokenizer: str) -> None:
-        self.meta = {"kind": "text", "splits": {}}  # all that published shards tell
+        self.kind, self.meta = "text", {"splits": {}}  # all that published shards tell
         for name in SPLITS:
             paths = sorted(path for path in self.folder.glob(f"*{name}*.bin")
                            if name == "train" or "train" not in path.name)

@@ -57,8 +57,6 @@ def _text(record: dict, key: str, where: str = "") -> str:
     if not isinstance(text, str):
         what = "missing" if text is None else f"of type {type(text).__name__} and no text"
         raise ValueError(f"{where}{key} is {what}")
-    if not text.isascii() and re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"{where}{key} has a lone surrogate")
     return text
 
 

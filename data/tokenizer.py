@@ -8,6 +8,7 @@ checkpoint which carries it needs neither network nor dataset to speak.
 import re
 import sys
 import threading
+from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from functools import partial
@@ -25,7 +26,7 @@ EOT = "<|endoftext|>"
 EXTRAS = Path(__file__).parent.parent / "extras"
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What all kinds share; a kind adds `encode_array`.
 
     spec: how a user names it. special: {name: id} of ids that are no text; eot: the one before
@@ -50,9 +51,9 @@ class Tokenizer:
                             "text; give the text as UTF-8") from None
         return self.encode_array(text, unknown).tolist()
 
+    @abstractmethod
     def encode_array(self, text: str, unknown: str = "error") -> np.ndarray:
         """`encode` of a text that came from UTF-8: unsigned integers (n,) of 1, 2 or 4 bytes."""
-        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are not UTF-8, as of half a character, become U+FFFD."""

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, build
+from data import DataError, build, canonical_hash
 from data import prepare as command
 from data.build import prepare
 from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, Rule, divide, place, threshold
@@ -212,6 +212,9 @@ def test_a_replacement_character_is_asked_for(tmp_path):
 
 def test_half_a_pair_of_utf_16_is_refused_or_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "half \\ud800", "completion": "a"}\n')
+    with pytest.raises(DataError, match="line 1 has a lone surrogate.*--errors=replace"):
+        prepare([str(path)], "x", "byte", say=quiet)
     path.write_text('{"text": "fine"}\n{"text": "half \\ud800"}\n')
     with pytest.raises(DataError, match="line 2 has a lone surrogate.*--errors=replace"):
         prepare([str(path)], "x", "byte", say=quiet)
@@ -959,3 +962,15 @@ def test_files_are_closed_when_a_preparation_fails(text, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         prepare([text], "x", "byte", say=quiet)
     assert len(opened) == 2 and all(file.closed for file in opened)
+
+
+def test_a_set_of_the_first_release_opens_with_the_hash_it_had(text):
+    """Or every run that goes on with one would say that its data changed."""
+    made = prepare([text], "mine", "byte", say=quiet)
+    meta = json.loads((made / "dataset.json").read_text())
+    for key in ("kind", "align", "val_fraction"):  # it did not have these
+        del meta[key]
+    (made / "dataset.json").write_text(json.dumps(meta))
+    old = Dataset(made)
+    assert old.kind == "text" and old.hash == canonical_hash(meta)
+    assert prepare([text], "mine", "byte", say=quiet) == made  # made in the same way

@@ -49,16 +49,14 @@ class GPTConfig:
                              f"attn_logn=fixed or clipped, not {self.attn_logn}")
 
 
-class LayerNorm(nn.Module):
-    """nn.LayerNorm whose bias is optional."""
-
-    def __init__(self, n_embd: int, bias: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(n_embd))
-        self.bias = nn.Parameter(torch.zeros(n_embd)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """F.dropout; in 16 bits on a CPU from random bytes: nine times faster, p in steps of 1/256."""
+    if not (p and training) or x.device.type != "cpu" or x.dtype == torch.float32:
+        return F.dropout(x, p, training)
+    drop = min(max(round(256 * p), 1), 255)
+    noise = torch.empty(x.numel() // 8 + 1, dtype=torch.int64).random_(-(2**63), None)
+    keep = noise.view(torch.uint8)[: x.numel()].view(x.shape).ge_(drop)  # 0 or 1, still uint8
+    return x * keep.to(x.dtype).mul_(256 / (256 - drop))
 
 
 class CausalSelfAttention(nn.Module):
@@ -91,7 +89,7 @@ class CausalSelfAttention(nn.Module):
             k, v = store(k, v)  # (B, H, S, D)
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
+        return dropout(self.c_proj(y), self.dropout, self.training)
 
     def query_scale(self, pos: Tensor) -> Tensor:
         """pos (T,) or (B, T) -> the factor of each query, (1 or B, 1 or H, T, 1)."""
@@ -102,7 +100,7 @@ class CausalSelfAttention(nn.Module):
         return ratio.clamp(min=1) if self.logn == "clipped" else ratio
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
     """Scaled dot-product attention of q (B, H, T, D) over k, v (B, H, S, D) -> (B, H, T, D).
 
     mask: True where a query may see a key; without one a single query sees all, T queries 0..T-1.
@@ -110,7 +108,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     causal = mask is None and q.size(2) > 1
     if q.device.type != "cpu":
         k, v = k.to(q.dtype), v.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     with torch.autocast("cpu", enabled=False):
         if q.dtype == k.dtype == torch.bfloat16:  # training: faster there than the fused kernel
             scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # (B, H, T, S)
@@ -118,9 +116,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
                 scores = scores + scores.new_full(scores.shape[-2:], -torch.inf).triu(1)
             elif mask is not None:
                 scores = scores.masked_fill(~mask, -torch.inf)
-            return F.dropout(scores.softmax(-1), dropout, dropout > 0) @ v
+            return dropout(scores.softmax(-1), p, p > 0) @ v
         a = (x.float() for x in (q, k, v))  # one query over a 16-bit cache is ten times slower
-        return F.scaled_dot_product_attention(*a, mask, dropout, causal).to(q.dtype)
+        return F.scaled_dot_product_attention(*a, mask, p, causal).to(q.dtype)
 
 
 class MLP(nn.Module):
@@ -134,7 +132,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
-        return F.dropout(self.c_proj(x), self.dropout, self.training)
+        return dropout(self.c_proj(x), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -142,9 +140,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, config.bias)
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, config.bias)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None, store: Store) -> Tensor:
@@ -156,24 +154,26 @@ class Block(nn.Module):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of x @ weight.T against targets, in chunks of rows.
 
-    The logits (rows, V) are the largest tensor of a small GPT by far. Here only one chunk of them
-    exists at a time, and its gradient is taken on the spot, so that nothing is computed twice.
-    Rows whose target is -1 add nothing. (The idea: Liger Kernel's fused linear cross entropy.)
+    The logits (rows, V) are the largest tensor of a small GPT by far. Here one chunk exists at a
+    time, and its gradient is taken on the spot, so that nothing is computed twice. A target of -1
+    adds nothing. (The idea: Liger Kernel's fused linear cross entropy.)
     """
 
-    ROWS = {"cpu": 256, "cuda": 2048}  # logits that stay in a CPU's cache, or fill a GPU
+    @staticmethod
+    def rows(device: str, dtype: torch.dtype, V: int) -> int:
+        """Rows of a chunk: what fills a GPU, or keeps the logits in the cache of a CPU."""
+        few = 256 if dtype == torch.float32 else max(256, 2**20 // V)
+        return few if device == "cpu" else 2048
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, need_grad: bool) -> Tensor:
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        w = weight.to(dtype)
-        total = torch.zeros((), device=x.device)
-        dx = torch.empty_like(x) if need_grad else None
-        dw = torch.zeros_like(weight) if need_grad else None
+        w, total = weight.to(dtype), torch.zeros((), device=x.device)
+        step = ChunkedCrossEntropy.rows(device, dtype, len(weight))
+        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if need_grad else (None, None)
         with torch.autocast(device, enabled=False):
-            step = ChunkedCrossEntropy.ROWS.get(device, 2048)
             for rows in (slice(i, i + step) for i in range(0, len(x), step)):
                 chunk, target = x[rows].to(dtype), targets[rows, None]
                 real, target = target >= 0, target.clamp(min=0)
@@ -279,7 +279,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = LayerNorm(config.n_embd, config.bias)
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -304,7 +304,7 @@ class GPT(nn.Module):
             raise ValueError(f"{held + T} positions, but block_size={self.config.block_size}")
         pos = torch.arange(T, device=idx.device) if cache is None else cache.positions(T)
         mask = None if cache is None else cache.mask(T)
-        x = F.dropout(self.wte(idx) + self.wpe(pos), self.config.dropout, self.training)
+        x = dropout(self.wte(idx) + self.wpe(pos), self.config.dropout, self.training)
         for layer, block in enumerate(self.h):
             x = block(x, pos, mask, None if cache is None else partial(cache.append, layer))
         if cache is not None:

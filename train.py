@@ -8,7 +8,6 @@ The same command again goes on with a run that was interrupted.
 """
 
 import math
-import os
 import time
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -22,9 +21,9 @@ from data import DataError
 from data.dataset import Dataset
 from data.prepare import is_text, resolve
 from kit import checkpoint, runs
-from kit.device import autocast, choose_device, choose_dtype, compile_model, describe, peak_flops
+from kit import device as machine
 from kit.evaluate import eval_batches, evaluate, spell_loss
-from kit.metrics import Log, Wandb, draw_loss, peak_memory, spell_time
+from kit.metrics import Log, Progress, Wandb, draw_loss, peak_memory, spell_time
 from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
 from kit.sampling import start_ids, write_text
 from kit.settings import UserError, at_least, in_range, load, run
@@ -64,6 +63,7 @@ class TrainSettings:
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the hidden matrices
     learning_rate: float = 6e-4  # peak, AdamW
     muon_lr: float = 0.02  # peak, Muon
+    muon_momentum: float = 0.95  # short runs do better with less: 0.85
     weight_decay: float = 1e-1  # of matrices and embeddings
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
@@ -99,7 +99,7 @@ class TrainSettings:
                           "log_interval")
         at_least(self, 0, "seed warmup_iters patience eval_iters weight_decay grad_clip min_lr")
         in_range(self, 0, math.inf, "learning_rate muon_lr")
-        in_range(self, -1e-9, 1, "beta1 beta2")
+        in_range(self, -1e-9, 1, "beta1 beta2 muon_momentum")
         in_range(self, 0, 1 + 1e-9, "cooldown")
         for name in ("dataset", "init_from", "out_dir", "tokenizer"):
             if getattr(self, name) == "":
@@ -124,30 +124,10 @@ class TrainSettings:
 ARCHITECTURE = {f.name for f in fields(GPTConfig)} - {"dropout", "vocab_size"} | {"optimizer"}
 
 
-@dataclass
-class Progress:
-    """All that moves while training, beside the weights and the optimizer; saved in state.json."""
-
-    step: int = 0  # updates done
-    rows: int = 0  # rows of the data consumed: the whole state of the loader
-    tokens: int = 0
-    val_loss: float | None = None  # of the last evaluation
-    val_bpb: float | None = None
-    last_eval: int = 0  # the step it was made at
-    best_step: int = 0
-    best_loss: float | None = None
-    best_bpb: float | None = None
-    worse: int = 0  # evaluations since the best
-    elapsed_s: float = 0.0  # over all resumes
-    train_s: float = 0.0  # without evaluating and saving
-    finished: bool = False
-
-
 def main(argv: list[str]) -> int:
     loaded = load(TrainSettings, argv, default_config="config/small.py")
-    # The allocator may ask for huge pages: 30 times fewer page faults, 15% more tokens/s on a CPU.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    s, device = loaded.settings, choose_device(loaded.settings.device)
+    s, device = loaded.settings, machine.choose_device(loaded.settings.device)
+    machine.prepare_device(device)
     source = runs.find_source(s.init_from)
     if source:
         runs.adopt_architecture(s, checkpoint.load_config(source), loaded.given, source)
@@ -159,7 +139,7 @@ def main(argv: list[str]) -> int:
     if claimed.resume:
         runs.check_resume(claimed, asdict(s), ARCHITECTURE, data, say)
         wanted = runs.same_dtype(claimed, s.dtype, device.type)
-    trainer = Trainer(s, claimed.path, data, device, choose_dtype(wanted, device))
+    trainer = Trainer(s, claimed.path, data, device, machine.choose_dtype(wanted, device))
     if claimed.resume:
         trainer.restore(*claimed.resume)
     elif source:
@@ -202,7 +182,7 @@ def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset,
     model, _, state = checkpoint.load_model(folder)
     batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters)
     result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
-                      partial(autocast, device, choose_dtype(s.dtype, device)))
+                      partial(machine.autocast, device, machine.choose_dtype(s.dtype, device)))
     say(f"{folder}, step {state['step']}: {spell_loss(result)}")
     return 0
 
@@ -216,14 +196,17 @@ class Trainer:
         torch.manual_seed(s.seed)
         self.model = GPT(s.model_config(data.vocab_size)).to(device)
         self.optimizers = build_optimizers(self.model, s)
-        self.autocast = partial(autocast, device, dtype)
+        self.autocast = partial(machine.autocast, device, dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.progress, self.interrupt = Progress(), runs.Interrupt()
+        self.ahead: tuple[int, list] = (-1, [])  # the next update's first row and batches
         self.saved: tuple[int, bool] | None = None  # step and finished of the newest checkpoint
+        self.rows = s.batch_size * s.gradient_accumulation_steps  # of an update
 
     def restore(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint exactly where it was left."""
-        self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
+        known = {f.name for f in fields(Progress)}
+        self.progress = Progress(**{k: v for k, v in state.items() if k in known})
         self.saved = (self.progress.step, self.progress.finished)
         self.progress.finished = False
         checkpoint.load_weights(self.model, folder / "model.safetensors")
@@ -235,10 +218,10 @@ class Trainer:
     def introduce(self) -> None:
         """The first lines of a run; then everything is ready for the loop."""
         s, data, p = self.s, self.data, self.progress
-        say(f"device: {describe(self.device, self.dtype)}")
-        compiled = compile_model(self.model, s.compile, self.autocast)
-        self.peak = peak_flops(self.dtype, self.device)
-        tokens = s.batch_size * s.gradient_accumulation_steps * s.block_size
+        say(f"device: {machine.describe(self.device, self.dtype)}")
+        compiled = machine.compile_model(self.model, s.compile, self.autocast)
+        self.peak = machine.peak_flops(self.dtype, self.device)
+        tokens = self.rows * s.block_size
         say(f"model: {self.model.num_params():,} parameters, {data.vocab_size:,} tokens "
             f"({data.tokenizer.spec}); compile {compiled}")
         say(f"update: {s.batch_size} rows x {s.block_size} tokens x "
@@ -274,8 +257,7 @@ class Trainer:
             if p.step % s.log_interval == 0:
                 tok_s = (p.tokens - mark[1]) / (time.perf_counter() - mark[0])
                 mark = time.perf_counter(), p.tokens
-                mfu = tok_s * self.model.flops_per_token() / self.peak
-                self.record(row | {"tok_s": round(tok_s, 1), "mfu": round(mfu, 4)})
+                self.record(row | {"tok_s": round(tok_s, 1), "mfu": round(self.mfu(tok_s), 4)})
                 bar.set_postfix(loss=f"{row['loss']:.3f}", val=f"{p.val_loss or math.nan:.3f}",
                                 tok_s=f"{tok_s:,.0f}", refresh=False)
             bar.update()
@@ -292,36 +274,45 @@ class Trainer:
         draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
         self.wandb.finish()
 
+    def batches(self, first: int) -> list[list[torch.Tensor]]:
+        """The micro-steps of the update from row `first`: x, y (batch_size, T), T <= block_size."""
+        s = self.s
+        return [[machine.to_device(a, self.device) for a in
+                 self.data.train.batch(row, s.batch_size, s.block_size, s.seed)]
+                for row in range(first, first + self.rows, s.batch_size)]
+
     def update(self) -> dict[str, Any]:
         """One update of batch_size x gradient_accumulation_steps rows -> its line of the log."""
         s, p = self.s, self.progress
         factor = set_lr(self.optimizers, p.step, s)
-        n = s.batch_size * s.gradient_accumulation_steps
-        batches = []  # of x and y (batch_size, T), T <= block_size
-        for row in range(p.rows, p.rows + n, s.batch_size):
-            batch = self.data.train.batch(row, s.batch_size, s.block_size, s.seed)
-            batches.append([torch.from_numpy(a).to(self.device, non_blocking=True) for a in batch])
-        n_targets = sum((y >= 0).sum() for _, y in batches).clamp(min=1)  # of the whole update
-        total = torch.zeros((), device=self.device)
-        for micro, (x, y) in enumerate(batches):
-            if s.dropout:  # dropout is a function of seed, step and micro-step: no state to save
-                torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
-            with self.autocast():
-                loss_sum, _ = self.model(x, y)
-            self.scaler.scale(loss_sum / n_targets).backward()
-            total += loss_sum.detach()
-        for o in self.optimizers:
-            self.scaler.unscale_(o)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip or math.inf)
-        loss, grad_norm = (total / n_targets).item(), norm.item()
+        with p.timed("data"):
+            batches = self.ahead[1] if self.ahead[0] == p.rows else self.batches(p.rows)
+        with p.timed("forward and backward"):
+            n_targets = sum((y >= 0).sum() for _, y in batches).clamp(min=1)  # of the whole update
+            total = torch.zeros((), device=self.device)
+            for micro, (x, y) in enumerate(batches):
+                if s.dropout:  # a function of seed, step and micro-step: no state to save
+                    torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
+                with self.autocast():
+                    loss_sum, _ = self.model(x, y)
+                self.scaler.scale(loss_sum / n_targets).backward()
+                total += loss_sum.detach()
+        row, tokens = p.rows + self.rows, p.tokens + sum(x.numel() for x, _ in batches)
+        with p.timed("data"):  # while a GPU is still at work
+            self.ahead = row, self.batches(row)
+        with p.timed("forward and backward"):
+            for o in self.optimizers:
+                self.scaler.unscale_(o)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip or math.inf)
+            loss, grad_norm = (total / n_targets).item(), norm.item()
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
             self.give_up(p.step + 1, f"the loss is {loss}, the gradient norm {grad_norm}")
-        for o in self.optimizers:
-            self.scaler.step(o)
-            o.zero_grad(set_to_none=True)
-        self.scaler.update()
-        tokens = p.tokens + sum(x.numel() for x, _ in batches)
-        p.step, p.rows, p.tokens = p.step + 1, p.rows + n, tokens
+        with p.timed("optimizer"):
+            for o in self.optimizers:
+                self.scaler.step(o)
+                o.zero_grad(set_to_none=True)
+            self.scaler.update()
+        p.step, p.rows, p.tokens = p.step + 1, row, tokens
         return {"step": p.step, "tokens": p.tokens, "loss": loss, "lr": s.learning_rate * factor,
                 "grad_norm": grad_norm}
 
@@ -335,8 +326,10 @@ class Trainer:
         """Measure the validation split, log it, save, and decide whether the run is over."""
         s, p = self.s, self.progress
         batches = eval_batches(self.data.val, s.block_size, s.batch_size, s.eval_iters)
-        result = evaluate(self.model, batches, self.data.token_byte_lengths(), self.data.separator,
-                          self.autocast, lambda: self.interrupt.signal is not None)
+        with p.timed("evaluation"):
+            result = evaluate(self.model, batches, self.data.token_byte_lengths(),
+                              self.data.separator, self.autocast,
+                              lambda: self.interrupt.signal is not None)
         if result is None:  # interrupted; the next start makes up for it
             return
         if not math.isfinite(result["loss"]):
@@ -358,6 +351,10 @@ class Trainer:
             draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
             self.drawn = time.perf_counter()
 
+    def mfu(self, tok_s: float) -> float:
+        """Model FLOPs utilization: the share of the machine's matrix products that is used."""
+        return tok_s * self.model.flops_per_token() / self.peak
+
     def record(self, row: dict[str, Any]) -> None:
         p = self.progress
         p.elapsed_s = time.perf_counter() - self.began
@@ -368,9 +365,10 @@ class Trainer:
     def save(self, is_best: bool) -> None:
         state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
                  "threads": torch.get_num_threads(), "torch": torch.__version__}
-        checkpoint.save(self.path, self.model, optimizer_tensors(self.optimizers, self.model),
-                        self.data.tokenizer.to_json(), state, self.s.keep, is_best)
-        runs.remember(self.path)
+        with self.progress.timed("saving"):
+            checkpoint.save(self.path, self.model, optimizer_tensors(self.optimizers, self.model),
+                            self.data.tokenizer.to_json(), state, self.s.keep, is_best)
+            runs.remember(self.path)
         self.saved = (self.progress.step, self.progress.finished)
 
     def conclude(self) -> None:
@@ -379,9 +377,11 @@ class Trainer:
         if p.best_loss is not None:
             say(f"best: step {p.best_step:,}, validation loss {p.best_loss:.4f}, "
                 f"{p.best_bpb:.4f} bits per byte; last {p.val_loss:.4f}, {p.val_bpb:.4f}")
-        say(f"{p.tokens:,} tokens in {spell_time(p.train_s)} of training, "
-            f"{p.tokens / max(p.train_s, 1e-9):,.0f} tokens/s, {spell_time(p.elapsed_s)} in all; "
-            f"peak memory {peak_memory(self.device.type) / 2**20:,.0f} MiB")
+        tok_s = p.tokens / max(p.train_s, 1e-9)
+        say(f"{p.tokens:,} tokens in {spell_time(p.train_s)} of training, {tok_s:,.0f} tokens/s, "
+            f"{self.mfu(tok_s):.0%} of the {self.peak / 1e9:,.0f} GFLOP/s of a large product")
+        say(f"{spell_time(p.elapsed_s)} in all: {p.shares()}")
+        say(f"peak memory {peak_memory(self.device.type) / 2**20:,.0f} MiB")
         best = checkpoint.pointed(self.path, "best") or checkpoint.pointed(self.path, "latest")
         say(f"checkpoint: {self.path / 'ckpt' / best}\ncurve: {self.path / 'loss.png'}")
         say(f"a sample:\n{'-' * 80}\n{self.sample()}\n{'-' * 80}")

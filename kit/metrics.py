@@ -1,17 +1,52 @@
-"""What a run tells: log.jsonl, loss.png, wandb, times in words, peak memory."""
+"""What a run knows and tells: progress, log.jsonl, loss.png, wandb, times, peak memory."""
 
 import contextlib
 import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """All that moves while training, beside the weights and the optimizer; saved in state.json."""
+
+    step: int = 0  # updates done
+    rows: int = 0  # rows of the data consumed: the whole state of the loader
+    tokens: int = 0
+    val_loss: float | None = None  # of the last evaluation
+    val_bpb: float | None = None
+    last_eval: int = 0  # the step it was made at
+    best_step: int = 0
+    best_loss: float | None = None
+    best_bpb: float | None = None
+    worse: int = 0  # evaluations since the best
+    elapsed_s: float = 0.0  # over all resumes
+    train_s: float = 0.0  # without evaluating and saving
+    finished: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)  # by what took them
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Count the time of a block under `what`; a GPU's work counts where it is waited for."""
+        start = time.perf_counter()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+
+    def shares(self) -> str:
+        """'forward and backward 80%, optimizer 10%, ...', of all the time so far."""
+        rest = max(0.0, self.elapsed_s - sum(self.seconds.values()))
+        parts = (self.seconds | {"other": rest}).items()
+        return ", ".join(f"{what} {s / max(self.elapsed_s, 1e-9):.1%}" for what, s in parts)
 
 
 class Log:

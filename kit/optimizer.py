@@ -68,7 +68,8 @@ def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
          {"params": vectors, "weight_decay": 0.0}],
         lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=decayed[0].device.type != "mps")]
     if s.optimizer == "muon":
-        optimizers.append(Muon(hidden, lr=s.muon_lr, weight_decay=s.weight_decay))
+        optimizers.append(Muon(hidden, lr=s.muon_lr, weight_decay=s.weight_decay,
+                               momentum=s.muon_momentum))
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers

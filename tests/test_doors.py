@@ -23,7 +23,7 @@ BUDGET = {"model.py": 400, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
     ("model", "train", "sample"): 810,
     ("data",): 2050,
-    ("kit",): 1000,
+    ("kit",): 1080,
 }
 KIT_DOORS = {  # parts of kit/ that are built from another one
     ("checkpoint", "settings"), ("device", "settings"), ("runs", "settings"),

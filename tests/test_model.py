@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import GPT, ChunkedCrossEntropy, GPTConfig, KVCache, attend
+from model import GPT, ChunkedCrossEntropy, GPTConfig, KVCache, attend, dropout
 
 LOGN = ["off", "fixed", "clipped", "learned"]
 T = 16
@@ -279,7 +279,7 @@ def test_learned_scale_is_trained():
 
 @pytest.mark.parametrize("rows", [1, 7, 1024])
 def test_chunked_loss_and_its_gradients_are_those_of_the_library(rows, monkeypatch):
-    monkeypatch.setitem(ChunkedCrossEntropy.ROWS, "cpu", rows)
+    monkeypatch.setattr(ChunkedCrossEntropy, "rows", lambda *_: rows)
     torch.manual_seed(0)
     x, w = torch.randn(40, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)
     y = torch.randint(-1, 13, (40,))
@@ -294,7 +294,7 @@ def test_chunked_loss_and_its_gradients_are_those_of_the_library(rows, monkeypat
 
 
 def test_full_logits_never_exist(monkeypatch):
-    monkeypatch.setitem(ChunkedCrossEntropy.ROWS, "cpu", 8)
+    monkeypatch.setattr(ChunkedCrossEntropy, "rows", lambda *_: 8)
     largest = 0
     real = F.log_softmax
 
@@ -337,6 +337,49 @@ def test_bf16_autocast_stays_near_fp32():
     got.backward()
     assert got.item() == pytest.approx(want.item(), rel=2e-3) and got.item() != want.item()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_chunks_keep_the_logits_small_and_fp32_as_it_was():
+    """Bits of an fp32 run depend on its chunks, so they never change on a CPU."""
+    for V in (65, 4096, 50257):
+        assert ChunkedCrossEntropy.rows("cpu", torch.float32, V) == 256
+        assert ChunkedCrossEntropy.rows("cpu", torch.bfloat16, V) * V <= max(2**20, 256 * V)
+        assert ChunkedCrossEntropy.rows("cuda", torch.bfloat16, V) == 2048
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 11), (64, 129)])
+@pytest.mark.parametrize("p", [1e-4, 0.2, 0.5, 0.999])
+def test_dropout_from_random_bytes(shape, p):
+    """Kept values are scaled so that the mean stays, as often as asked, and gradients follow."""
+    torch.manual_seed(3)
+    x = torch.ones(400, *shape, dtype=torch.bfloat16, requires_grad=True)
+    y = dropout(x, p, True)
+    y.sum().backward()
+    assert y.shape == x.shape and y.dtype == x.dtype and torch.equal(x.grad, y)
+    share = (y == 0).float().mean().item()
+    n, want = y.numel(), min(max(round(256 * p), 1), 255) / 256
+    assert abs(want - p) <= 1 / 256 and abs(share - want) < 5 * math.sqrt(want * (1 - want) / n)
+    kept = y[y != 0].float()
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - want)), rtol=4e-3, atol=0)
+    torch.manual_seed(3)
+    assert torch.equal(dropout(x, p, True), y) and not torch.equal(dropout(x, p, True), y)
+    assert dropout(x, p, False) is x and dropout(x, 0.0, True) is x
+
+
+def test_dropout_of_neighbours_is_independent():
+    torch.manual_seed(0)
+    kept = (dropout(torch.ones(2**20, dtype=torch.bfloat16), 0.25, True) != 0).double()
+    for lag in (1, 2, 7, 8, 9, 64):
+        both = (kept[lag:] * kept[:-lag]).mean().item()
+        assert abs(both - 0.75**2) < 5e-3, lag
+
+
+def test_dropout_in_fp32_is_the_librarys():
+    x = torch.randn(50, 7)
+    torch.manual_seed(1)
+    want = F.dropout(x, 0.3, True)
+    torch.manual_seed(1)
+    assert torch.equal(dropout(x, 0.3, True), want)
 
 
 def test_dropout_is_off_when_evaluating_and_on_when_training():

@@ -1,26 +1,33 @@
 """kit/device.py: what is there is taken, what is not is said in a line, compiling may fail."""
 
+import os
+import platform
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
 from kit import device as kit_device
 from kit.device import (
     autocast,
+    bf16_gain,
     choose_device,
     choose_dtype,
     compile_model,
-    cpu_has_fast_bf16,
     describe,
     matmul_seconds,
     name_of,
     peak_flops,
+    prepare_device,
+    to_device,
 )
-from kit.settings import UserError
+from kit.settings import CLONE, UserError
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -90,7 +97,7 @@ def test_an_unknown_device_is_one_line_with_those_there_are(machine, wanted):
 
 
 def test_cuda_is_never_touched_for_another_device(no_cuda, monkeypatch):
-    monkeypatch.setattr(kit_device, "cpu_has_fast_bf16", lambda: False)
+    monkeypatch.setattr(kit_device, "bf16_gain", lambda: 0.4)
     cpu = choose_device("cpu")
     assert choose_dtype("auto", cpu) == torch.float32 and "cpu" in describe(cpu, torch.float32)
     assert choose_dtype("auto", MPS) == torch.float32
@@ -108,18 +115,21 @@ def test_auto_on_a_card_is_bf16_where_it_is_fast(machine, capability, dtype):
     assert choose_dtype("auto", CUDA) == dtype
 
 
-@pytest.mark.parametrize("fast, dtype", [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_on_a_cpu_is_bf16_where_it_is_fast(monkeypatch, fast, dtype):
-    monkeypatch.setattr(kit_device, "cpu_has_fast_bf16", lambda: fast)
+@pytest.mark.parametrize("gain, dtype", [(2.3, torch.bfloat16), (1.2, torch.float32),
+                                         (0.2, torch.float32)])
+def test_auto_on_a_cpu_is_bf16_where_it_is_fast(monkeypatch, gain, dtype):
+    monkeypatch.setattr(kit_device, "bf16_gain", lambda: gain)
     assert choose_dtype("auto", CPU) == dtype and choose_dtype("auto", MPS) == torch.float32
 
 
-@pytest.mark.parametrize("bf16, fp32, fast", [(0.5, 1.0, True), (0.9, 1.0, False), (2, 1, False)])
-def test_the_trial_of_bf16_takes_the_best_of_three(monkeypatch, bf16, fp32, fast):
+@pytest.mark.parametrize("bf16, fp32, gain", [(0.5, 1.0, 2.0), (1.0, 1.0, 1.0), (2, 1, 0.5)])
+def test_the_trial_of_bf16_takes_the_best_of_three(monkeypatch, bf16, fp32, gain):
     noise = iter([3, 1, 2] * 2)  # the first and the third time something else ran
     monkeypatch.setattr(kit_device, "matmul_seconds", lambda dtype: next(noise) * (
         bf16 if dtype == torch.bfloat16 else fp32))
-    assert cpu_has_fast_bf16() == fast
+    bf16_gain.cache_clear()
+    assert bf16_gain() == gain
+    bf16_gain.cache_clear()
 
 
 def test_a_dtype_that_is_named_is_taken(machine):
@@ -143,11 +153,54 @@ def test_autocast():
     assert isinstance(autocast(MPS, torch.float32), nullcontext)  # no context that MPS may lack
 
 
-def test_describe(machine):
+def test_describe(machine, monkeypatch):
     machine(cuda=1)
-    assert describe(CPU, torch.bfloat16) == f"cpu (1 threads), bfloat16, torch {torch.__version__}"
+    monkeypatch.setattr(kit_device, "bf16_gain", lambda: 2.345)
+    assert describe(CPU, torch.bfloat16) == ("cpu (1 threads, bfloat16 products 2.3 times as fast "
+                                             f"as float32), bfloat16, torch {torch.__version__}")
     assert describe(CUDA, torch.float16).startswith("cuda (Card 9), float16, torch ")
     assert describe(MPS, torch.float32).startswith("mps (Apple GPU), float32, torch ")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_freed_memory_is_kept_on_a_cpu():
+    """Large tensors, made again and again, hardly touch a page that is new to the process."""
+    code = ("import sys, resource, torch; from kit.device import prepare_device\n"
+            "if sys.argv[1] == 'kept': prepare_device(torch.device('cpu'))\n"
+            "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+            "torch.ones(2**24); before = faults()\n"
+            "for _ in range(20): torch.ones(2**24)\n"
+            "print(faults() - before)")
+    kept, given_back = (int(subprocess.run([sys.executable, "-c", code, how], capture_output=True,
+                                           text=True, check=True, cwd=CLONE,
+                                           env=os.environ | {"THP_MEM_ALLOC_ENABLE": "0"}).stdout)
+                        for how in ("kept", "given back"))
+    assert 5 * kept < given_back  # pages of 4 KiB; a tensor has 16,384
+
+
+def test_products_in_tf32_on_a_gpu_only(machine):
+    before = torch.get_float32_matmul_precision()
+    prepare_device(CPU)
+    prepare_device(MPS)
+    assert torch.get_float32_matmul_precision() == before
+    prepare_device(CUDA)
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision(before)
+
+
+def test_without_glibc_nothing_happens(monkeypatch):
+    monkeypatch.setattr(kit_device.ctypes, "CDLL", lambda name: object())  # it has no mallopt
+    prepare_device(CPU)
+
+
+def test_arrays_arrive_on_the_device(monkeypatch):
+    a = np.arange(6).reshape(2, 3)
+    assert torch.equal(to_device(a, CPU), torch.arange(6).view(2, 3))
+    calls = []
+    pinned = SimpleNamespace(to=lambda device, non_blocking: calls.append((device, non_blocking)))
+    monkeypatch.setattr(torch, "from_numpy", lambda a: SimpleNamespace(pin_memory=lambda: pinned))
+    to_device(a, CUDA)
+    assert calls == [(CUDA, True)]
 
 
 def test_the_peak_is_that_of_the_fastest_product(monkeypatch):

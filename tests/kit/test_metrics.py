@@ -11,7 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kit.metrics import Log, Wandb, draw_loss, peak_memory, read_log, running_mean, spell_time
+from kit.metrics import (
+    Log,
+    Progress,
+    Wandb,
+    draw_loss,
+    peak_memory,
+    read_log,
+    running_mean,
+    spell_time,
+)
 
 HEADER = {"format": 1, "step": 0}
 
@@ -229,6 +238,20 @@ def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path):
     before = plt.get_backend(), plt.get_fignums()
     draw_loss([train(1)], tmp_path / "loss.png", "run")
     assert (plt.get_backend(), plt.get_fignums()) == before
+
+
+def test_time_is_counted_by_what_took_it(monkeypatch):
+    now = iter([0.0, 1.0, 5.0, 5.5, 7.0, 9.0])
+    monkeypatch.setattr("kit.metrics.time.perf_counter", lambda: next(now))
+    progress = Progress()
+    for what in ("data", "optimizer", "data"):
+        with progress.timed(what):
+            pass
+    assert progress.seconds == {"data": 3.0, "optimizer": 0.5}
+    progress.elapsed_s = 10.0
+    assert progress.shares() == "data 30.0%, optimizer 5.0%, other 65.0%"
+    progress.elapsed_s = 0.0  # a clock that jumped back
+    assert "other 0.0%" in progress.shares()
 
 
 def test_running_mean():

@@ -99,10 +99,11 @@ def test_vectors_do_not_shrink_and_matrices_do(tiny):
 
 
 def test_settings_reach_the_optimizers(tiny):
-    s = small(optimizer="muon", learning_rate=0.03, muon_lr=0.07, beta1=0.8, beta2=0.88)
+    s = small(optimizer="muon", learning_rate=0.03, muon_lr=0.07, muon_momentum=0.6, beta1=0.8,
+              beta2=0.88)
     adamw, muon = build_optimizers(tiny(), s)
     assert all(g["betas"] == (0.8, 0.88) and g["peak_lr"] == 0.03 for g in adamw.param_groups)
-    assert all(g["peak_lr"] == 0.07 for g in muon.param_groups)
+    assert all(g["peak_lr"] == 0.07 and g["momentum"] == 0.6 for g in muon.param_groups)
 
 
 def test_both_optimizers_learn(tiny):

@@ -1,0 +1,1 @@
+"""One file per question of speed, side by side with others."""

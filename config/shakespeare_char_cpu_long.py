@@ -1,0 +1,21 @@
+# The same model as shakespeare_char_cpu, given the time that nanoGPT's example takes.
+
+dataset = "shakespeare_char"
+
+n_layer = 4
+n_head = 4
+n_embd = 128
+block_size = 64
+
+batch_size = 12
+gradient_accumulation_steps = 1
+max_iters = 2200
+eval_interval = 550
+
+optimizer = "muon"
+muon_lr = 0.02
+learning_rate = 1.2e-2  # AdamW's share: embeddings and norms
+min_lr = 0.0
+schedule = "linear"
+warmup_iters = 20
+weight_decay = 0.0  # 0.8 M parameters see 1.7 M characters: too few to overfit

@@ -127,11 +127,11 @@ ARCHITECTURE = {f.name for f in fields(GPTConfig)} - {"dropout", "vocab_size"} |
 def main(argv: list[str]) -> int:
     loaded = load(TrainSettings, argv, default_config="config/small.py")
     s, device = loaded.settings, machine.choose_device(loaded.settings.device)
-    machine.prepare_device(device)
     source = runs.find_source(s.init_from)
     if source:
         runs.adopt_architecture(s, checkpoint.load_config(source), loaded.given, source)
     data = open_data(s, source)
+    machine.prepare_device(device)
     if s.eval_only:
         return evaluate_only(s, source, data, device)
     claimed = runs.claim(s.out_dir, loaded.files[-1].stem, s.init_from, s.overwrite, say)
@@ -205,8 +205,7 @@ class Trainer:
 
     def restore(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint exactly where it was left."""
-        known = {f.name for f in fields(Progress)}
-        self.progress = Progress(**{k: v for k, v in state.items() if k in known})
+        self.progress = Progress(**{k: state[k] for k in Progress.__annotations__ if k in state})
         self.saved = (self.progress.step, self.progress.finished)
         self.progress.finished = False
         checkpoint.load_weights(self.model, folder / "model.safetensors")
@@ -299,7 +298,7 @@ class Trainer:
                 total += loss_sum.detach()
         row, tokens = p.rows + self.rows, p.tokens + sum(x.numel() for x, _ in batches)
         with p.timed("data"):  # while a GPU is still at work
-            self.ahead = row, self.batches(row)
+            self.ahead = row, self.batches(row) if p.step + 1 < s.max_iters else []
         with p.timed("forward and backward"):
             for o in self.optimizers:
                 self.scaler.unscale_(o)
@@ -363,6 +362,7 @@ class Trainer:
         self.wandb.log(row)
 
     def save(self, is_best: bool) -> None:
+        self.progress.elapsed_s = time.perf_counter() - self.began
         state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
                  "threads": torch.get_num_threads(), "torch": torch.__version__}
         with self.progress.timed("saving"):
@@ -374,6 +374,7 @@ class Trainer:
     def conclude(self) -> None:
         """The last lines of a run, and what the model writes."""
         p = self.progress
+        p.elapsed_s = time.perf_counter() - self.began
         if p.best_loss is not None:
             say(f"best: step {p.best_step:,}, validation loss {p.best_loss:.4f}, "
                 f"{p.best_bpb:.4f} bits per byte; last {p.val_loss:.4f}, {p.val_bpb:.4f}")

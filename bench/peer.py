@@ -84,7 +84,8 @@ def read_times(printed: str) -> tuple[list[float], int]:
 
     The times are its own: from the end of one iteration to the end of the next, so they leave out
     none of its work. The few in which it also evaluates and saves are replaced by the median of
-    the others, so that it pays for neither. Ours are those of the updates, also without both.
+    the others, so that it pays for neither. Ours are those of the updates, also without both;
+    what each of the two writes to its log after an update is the only difference.
     """
     tokens = re.search(r"^tokens per iteration will be: ([\d,]+)", printed, re.M)
     times = {int(i): float(ms) / 1000 for i, ms in

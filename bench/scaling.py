@@ -124,6 +124,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.updates < 3 or args.tokens < 512:
         parser.error("expected at least --rounds=1, --updates=3 and --tokens=512")
+    args.out.mkdir(parents=True, exist_ok=True)
     dataset = apart(resolve, "stdlib", None, tell)
     found: list[list[Trial]] = [[] for _ in shapes()]
     with tempfile.TemporaryDirectory() as work:

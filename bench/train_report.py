@@ -38,8 +38,6 @@ def race_rows(rounds: Rounds, target: float | None, peak: float) -> Row:
             updates, train_s, loss = trial.curve[-1]
             tok_s = updates * trial.update_tokens / train_s
             at = None if goal is None else seconds_to(trial.curve, goal)
-            if target is None and side == "nanoGPT":
-                at = train_s
             rows.append({"round": number, "side": side, "loss": loss, "train_s": train_s,
                          "time": share(train_s, theirs and theirs.curve[-1][1]), "to_goal_s": at,
                          "tok_s": tok_s, "mfu": tok_s * flops / peak, "peak_mib": trial.peak_mib,
@@ -91,7 +89,7 @@ def show_speed(title: str, row: Row) -> None:
         ("peak_mib", "peak MiB", ",.0f")])
 
 
-def draw(rounds: Rounds, path: Path) -> str:
+def draw(rounds: Rounds, path: Path, title: str) -> str:
     """Validation loss against seconds of training; the round of median time in full colour."""
     from matplotlib.figure import Figure  # slow to import; needs no display
 
@@ -121,7 +119,7 @@ def draw(rounds: Rounds, path: Path) -> str:
     ax.set(xlabel="seconds of training, without evaluating and saving", xlim=(0, 1.25 * last),
            ylabel="loss on the whole validation split (nats per character)",
            ylim=(lowest - 0.1, min(highest + 0.05, lowest + 1.2)))
-    ax.set_title("Tiny Shakespeare by characters: 4 layers, 4 heads, width 128, context 64")
+    ax.set_title(title)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,8 @@ def alone(command: list[str | Path], cwd: Path = CLONE, env: dict[str, str] | No
     Its peak is what the system tells of it. The process that calls should be small: on Linux a
     child's peak cannot be below what its parent held when it was started, so no torch up here.
     """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    files = [tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") for _ in range(2)]
+    with files[0] as out, files[1] as err:
         start = time.perf_counter()
         process = subprocess.Popen(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL,
                                    stdout=out, stderr=err, env=os.environ | (env or {}))
@@ -85,7 +86,7 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 def ours(config: str, flags: list[str], out: Path) -> Trial:
     """Run our train.py; its folder is read and removed."""
     done = alone([sys.executable, CLONE / "train.py", config, *flags, f"--out_dir={out}",
-                  "--init_from=scratch", "--overwrite=True"])
+                  "--init_from=scratch", "--overwrite=True"], env={"BONSAI_OUT": str(out.parent)})
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
     run = json.loads((out / "config.json").read_text("utf-8"))
     model = json.loads(next(out.glob("ckpt/*/model.json")).read_text("utf-8"))
@@ -126,7 +127,7 @@ def cpu_peaks() -> dict[str, float]:
 def commit(folder: Path) -> str | None:
     """The short name of a git folder's commit, if there is one."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short", "HEAD"],
+        done = subprocess.run(["git", "-C", str(folder), "describe", "--always", "--dirty"],
                               capture_output=True, text=True)
     except OSError:
         return None

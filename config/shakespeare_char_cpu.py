@@ -1,5 +1,5 @@
-# Tiny Shakespeare by characters in the shape of nanoGPT's CPU example, and below its loss in a fifth
-# of its time. docs/LOG.md has the trials behind these numbers.
+# Tiny Shakespeare by characters in the shape of nanoGPT's CPU example, below its loss in a fifth of
+# its time. docs/LOG.md has the trials behind these numbers.
 
 dataset = "shakespeare_char"
 

@@ -44,9 +44,10 @@ class Progress:
 
     def shares(self) -> str:
         """'forward and backward 80%, optimizer 10%, ...', of all the time so far."""
-        rest = max(0.0, self.elapsed_s - sum(self.seconds.values()))
-        parts = (self.seconds | {"other": rest}).items()
-        return ", ".join(f"{what} {s / max(self.elapsed_s, 1e-9):.1%}" for what, s in parts)
+        known = sum(self.seconds.values())
+        total = max(self.elapsed_s, known, 1e-9)
+        parts = (self.seconds | {"other": total - known}).items()
+        return ", ".join(f"{what} {s / total:.1%}" for what, s in parts)
 
 
 class Log:

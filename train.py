@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn import utils
 from tqdm import tqdm
 
 from data import DataError
@@ -56,6 +57,7 @@ class TrainSettings:
     n_embd: int = 768  # width
     dropout: float = 0.0  # 0 for pretraining; small data wants 0.1 to 0.2
     bias: bool = False  # biases in Linear and LayerNorm, as GPT-2 has
+    init_std: float = 0.02  # of the blocks' matrices; 0.02 suits width 768, less width wants more
     tie_embeddings: bool = True  # the output head is the token embedding
     attn_logn: Literal["off", "fixed", "clipped", "learned"] = "off"  # see model.py
     logn_base: int | None = None  # its base; None: 512 for fixed, block_size for clipped
@@ -98,7 +100,7 @@ class TrainSettings:
         at_least(self, 1, "batch_size gradient_accumulation_steps max_iters eval_interval keep "
                           "log_interval")
         at_least(self, 0, "seed warmup_iters patience eval_iters weight_decay grad_clip min_lr")
-        in_range(self, 0, math.inf, "learning_rate muon_lr")
+        in_range(self, 0, math.inf, "learning_rate muon_lr init_std")
         in_range(self, -1e-9, 1, "beta1 beta2 muon_momentum")
         in_range(self, 0, 1 + 1e-9, "cooldown")
         for name in ("dataset", "init_from", "out_dir", "tokenizer"):
@@ -194,7 +196,7 @@ class Trainer:
                  dtype: torch.dtype):
         self.s, self.path, self.data, self.device, self.dtype = s, path, data, device, dtype
         torch.manual_seed(s.seed)
-        self.model = GPT(s.model_config(data.vocab_size)).to(device)
+        self.model = GPT(s.model_config(data.vocab_size), s.init_std).to(device)
         self.optimizers = build_optimizers(self.model, s)
         self.autocast = partial(machine.autocast, device, dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -219,13 +221,14 @@ class Trainer:
         s, data, p = self.s, self.data, self.progress
         say(f"device: {machine.describe(self.device, self.dtype)}")
         compiled = machine.compile_model(self.model, s.compile, self.autocast)
-        self.peak = machine.peak_flops(self.dtype, self.device)
-        tokens = self.rows * s.block_size
+        peak = machine.peak_flops(self.dtype, self.device)
+        self.peak_tok_s = peak / self.model.flops_per_token()
         say(f"model: {self.model.num_params():,} parameters, {data.vocab_size:,} tokens "
             f"({data.tokenizer.spec}); compile {compiled}")
         say(f"update: {s.batch_size} rows x {s.block_size} tokens x "
-            f"{s.gradient_accumulation_steps} micro-steps x 1 process = {tokens:,} tokens")
-        epochs = s.max_iters * tokens / s.block_size / data.train.epoch_rows(s.block_size)
+            f"{s.gradient_accumulation_steps} micro-steps x 1 process "
+            f"= {self.rows * s.block_size:,} tokens")
+        epochs = s.max_iters * self.rows / data.train.epoch_rows(s.block_size)
         say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
             f"of {data.folder.name}, in {self.path}")
         checkpoint.write_json(self.path / "config.json", {
@@ -256,7 +259,8 @@ class Trainer:
             if p.step % s.log_interval == 0:
                 tok_s = (p.tokens - mark[1]) / (time.perf_counter() - mark[0])
                 mark = time.perf_counter(), p.tokens
-                self.record(row | {"tok_s": round(tok_s, 1), "mfu": round(self.mfu(tok_s), 4)})
+                row |= {"tok_s": round(tok_s, 1), "mfu": round(tok_s / self.peak_tok_s, 4)}
+                self.record(row)
                 bar.set_postfix(loss=f"{row['loss']:.3f}", val=f"{p.val_loss or math.nan:.3f}",
                                 tok_s=f"{tok_s:,.0f}", refresh=False)
             bar.update()
@@ -275,10 +279,9 @@ class Trainer:
 
     def batches(self, first: int) -> list[list[torch.Tensor]]:
         """The micro-steps of the update from row `first`: x, y (batch_size, T), T <= block_size."""
-        s = self.s
         return [[machine.to_device(a, self.device) for a in
-                 self.data.train.batch(row, s.batch_size, s.block_size, s.seed)]
-                for row in range(first, first + self.rows, s.batch_size)]
+                 self.data.train.batch(row, self.s.batch_size, self.s.block_size, self.s.seed)]
+                for row in range(first, first + self.rows, self.s.batch_size)]
 
     def update(self) -> dict[str, Any]:
         """One update of batch_size x gradient_accumulation_steps rows -> its line of the log."""
@@ -302,11 +305,13 @@ class Trainer:
         with p.timed("forward and backward"):
             for o in self.optimizers:
                 self.scaler.unscale_(o)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip or math.inf)
+            norm = utils.get_total_norm([w.grad for w in self.model.parameters()])
             loss, grad_norm = (total / n_targets).item(), norm.item()
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
             self.give_up(p.step + 1, f"the loss is {loss}, the gradient norm {grad_norm}")
         with p.timed("optimizer"):
+            if 0 < s.grad_clip < grad_norm:
+                utils.clip_grads_with_norm_(self.model.parameters(), s.grad_clip, norm)
             for o in self.optimizers:
                 self.scaler.step(o)
                 o.zero_grad(set_to_none=True)
@@ -350,10 +355,6 @@ class Trainer:
             draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
             self.drawn = time.perf_counter()
 
-    def mfu(self, tok_s: float) -> float:
-        """Model FLOPs utilization: the share of the machine's matrix products that is used."""
-        return tok_s * self.model.flops_per_token() / self.peak
-
     def record(self, row: dict[str, Any]) -> None:
         p = self.progress
         p.elapsed_s = time.perf_counter() - self.began
@@ -362,7 +363,6 @@ class Trainer:
         self.wandb.log(row)
 
     def save(self, is_best: bool) -> None:
-        self.progress.elapsed_s = time.perf_counter() - self.began
         state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
                  "threads": torch.get_num_threads(), "torch": torch.__version__}
         with self.progress.timed("saving"):
@@ -380,13 +380,13 @@ class Trainer:
                 f"{p.best_bpb:.4f} bits per byte; last {p.val_loss:.4f}, {p.val_bpb:.4f}")
         tok_s = p.tokens / max(p.train_s, 1e-9)
         say(f"{p.tokens:,} tokens in {spell_time(p.train_s)} of training, {tok_s:,.0f} tokens/s, "
-            f"{self.mfu(tok_s):.0%} of the {self.peak / 1e9:,.0f} GFLOP/s of a large product")
+            f"{tok_s / self.peak_tok_s:.0%} of what one large product would allow (MFU)")
         say(f"{spell_time(p.elapsed_s)} in all: {p.shares()}")
         say(f"peak memory {peak_memory(self.device.type) / 2**20:,.0f} MiB")
         best = checkpoint.pointed(self.path, "best") or checkpoint.pointed(self.path, "latest")
         say(f"checkpoint: {self.path / 'ckpt' / best}\ncurve: {self.path / 'loss.png'}")
-        say(f"a sample:\n{'-' * 80}\n{self.sample()}\n{'-' * 80}")
-        say('write more with: python sample.py --prompt "..."')
+        say(f"a sample:\n{'-' * 80}\n{self.sample()}\n{'-' * 80}\n"
+            'write more with: python sample.py --prompt "..."')
 
     def sample(self) -> str:
         """What the model writes by itself, or answers to a held-out sample."""

@@ -7,11 +7,12 @@ n_layer = 4
 n_head = 4
 n_embd = 128
 block_size = 64
+init_std = 0.05  # as 0.02 is to width 768
 
 batch_size = 12
 gradient_accumulation_steps = 1
-max_iters = 420  # nanoGPT's example takes 2,000
-eval_interval = 105
+max_iters = 380  # nanoGPT's example takes 2,000
+eval_interval = 95
 
 optimizer = "muon"
 muon_lr = 0.028

@@ -6,6 +6,7 @@ n_layer = 4
 n_head = 4
 n_embd = 128
 block_size = 64
+init_std = 0.05  # as 0.02 is to width 768
 
 batch_size = 12
 gradient_accumulation_steps = 1

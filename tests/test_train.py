@@ -191,7 +191,7 @@ def test_a_short_run_still_saves(run):
                                    ["--beta1=0.5"], ["--beta2=0.5"], ["--weight_decay=5"],
                                    ["--min_lr=9e-3"], ["--lr_decay_iters=9"], ["--schedule=linear"],
                                    ["--schedule=linear", "--cooldown=0.2"], ["--warmup_iters=1"],
-                                   ["--dtype=bfloat16"], ["--seed=2"],
+                                   ["--dtype=bfloat16"], ["--seed=2"], ["--init_std=0.05"],
                                    ["--optimizer=muon", "--muon_lr=0.5"],
                                    ["--optimizer=muon", "--muon_momentum=0.5"]], ids=" ".join)
 def test_each_setting_of_the_model_and_the_optimizer_does_something(run, flags):

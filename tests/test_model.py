@@ -91,6 +91,17 @@ def test_initial_scales():
         assert std[name] == pytest.approx(0.02 / 4, rel=0.03)
 
 
+def test_init_std_scales_the_blocks_alone():
+    """The same draws, larger: so a run with the default is what it always was."""
+    weights = []
+    for std in (0.02, 0.05):
+        torch.manual_seed(0)
+        weights.append(dict(GPT(GPTConfig(65, 16, 2, 2, 32), std).named_parameters()))
+    for name, p in weights[0].items():
+        scale = 2.5 if name.startswith("h.") and p.ndim == 2 else 1
+        torch.testing.assert_close(weights[1][name], p * scale)
+
+
 def test_logits_are_those_of_transformers():
     """The forward pass is GPT-2's: the same weights give the same logits there."""
     transformers = pytest.importorskip("transformers")

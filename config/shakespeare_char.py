@@ -1,5 +1,5 @@
 # Tiny Shakespeare by characters in the shape of nanoGPT's GPU example: about an hour on two CPU
-# cores, a minute or two on a GPU. docs/RESULTS.md has its curve.
+# cores.
 
 dataset = "shakespeare_char"
 

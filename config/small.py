@@ -10,12 +10,13 @@ block_size = 128  # about 400 characters
 
 batch_size = 16
 gradient_accumulation_steps = 1
-max_iters = 2400  # 4.9 M tokens, one and a half epochs
-eval_interval = 600
+max_iters = 2500  # 5.1 M tokens, one and a half epochs
+eval_interval = 625
 
 optimizer = "muon"
-muon_lr = 0.01
-learning_rate = 1.2e-2  # AdamW's share: embeddings and norms
+muon_lr = 0.012
+muon_momentum = 0.85
+learning_rate = 2e-2  # AdamW's share: embeddings and norms
 schedule = "linear"  # flat, then down over the last 60 %
 warmup_iters = 100
 min_lr = 0.0

@@ -358,7 +358,7 @@ def test_overwriting_waits_until_all_else_is_known_to_work(run, monkeypatch):
     for flags in (["--dtype=float16"], ["--n_head=5"], ["--dataset=nowhere"]):
         with pytest.raises((UserError, train.DataError)):
             run("--overwrite=True", *flags)
-    monkeypatch.setattr(train, "GPT", lambda config: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(train, "GPT", lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
         run("--overwrite=True")
     assert weights(path) == before and log(path)

@@ -38,20 +38,23 @@ class Muon(torch.optim.Muon):
     def step_together(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         """One update of matrices that share their shape, transposed or not."""
         grads = [p.grad for p in params]
-        momenta = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+        for state, p in ((self.state[p], p) for p in params):
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
         tall = [u.size(0) > u.size(1) for u in updates]
-        x = torch.stack([u.mT if t else u for u, t in zip(updates, tall, strict=True)])
         a, b, c = group["ns_coefficients"]
-        x = x.bfloat16()  # (matrices, rows, columns), rows <= columns
-        x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
+        # (matrices, rows, columns), rows <= columns
+        x = torch.stack([(u.mT if t else u).bfloat16() for u, t in zip(updates, tall, strict=True)])
+        x.div_(x.norm(dim=(1, 2), keepdim=True).clamp_(min=group["eps"]))
         for _ in range(group["ns_steps"]):
             gram = x @ x.mT
             gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, gram, x, beta=a)
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for p, t, u in zip(params, tall, x.to(params[0].dtype), strict=True):
+        for p, t, u in zip(params, tall, x, strict=True):
             scale = math.sqrt(max(1, p.size(0) / p.size(1)))
             p.sub_(u.mT if t else u, alpha=group["lr"] * scale)
 

@@ -1,5 +1,5 @@
 # Tiny Shakespeare by characters in the shape of nanoGPT's GPU example: about an hour on two CPU
-# cores.
+# cores. A first guess, not yet run to its end; docs/LOG.md has what was tried.
 
 dataset = "shakespeare_char"
 

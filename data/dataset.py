@@ -80,7 +80,8 @@ class Dataset:
         if self.kind not in ("text", "instruct"):
             raise self._broken(f"dataset.json is of kind {self.kind!r}, expected text or instruct")
         wrong = misfit(self.meta, _SHAPE) or self.kind == "instruct" and misfit(self.meta, _SAMPLES)
-        if not wrong and not re.fullmatch("[0-9a-f]{16}", self.meta.get("val_below") or "0" * 16):
+        below = self.meta.get("val_below", "missing") or "0" * 16
+        if not wrong and not re.fullmatch("[0-9a-f]{16}", below):
             wrong = ".val_below"
         if wrong:
             raise self._broken(f"dataset.json is broken at {wrong[1:]}")

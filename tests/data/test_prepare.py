@@ -876,6 +876,15 @@ def test_a_dataset_json_of_another_shape_is_named(text, edit, where):
         Dataset(made)
 
 
+def test_a_dataset_json_without_its_threshold_is_named(text):
+    made = prepare([text], "mine", "byte", say=quiet)
+    meta = json.loads((made / "dataset.json").read_text())
+    del meta["val_below"]
+    (made / "dataset.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="broken at val_below"):
+        Dataset(made)
+
+
 @pytest.mark.parametrize("name", ("../mine/train_000000.bin", "/etc/passwd", "..", "a\\b", ""))
 def test_a_dataset_names_no_file_of_another_folder(text, name):
     made = prepare([text], "mine", "byte", say=quiet)

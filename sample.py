@@ -15,10 +15,13 @@ import torch
 from data import DataError
 from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
-from kit import checkpoint, runs
 from kit.device import DTYPES, choose_device, name_of
+from kit.errors import UserError, plain, run
+from kit.finding import find_checkpoint, find_run, same_tokenizer
+from kit.loading import load_model
+from kit.metrics import Progress
 from kit.sampling import Sampler, TextStream, start_ids
-from kit.settings import UserError, at_least, in_range, load, run
+from kit.settings import at_least, in_range, load
 from model import GPT
 
 
@@ -54,20 +57,22 @@ class SampleSettings:
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> None:
     s = load(SampleSettings, argv).settings
     device = choose_device(s.device)
-    folder = runs.find_checkpoint(runs.find_run(s.out_dir), s.step)
-    model, tokenizer_json, state = checkpoint.load_model(folder)
+    folder = find_checkpoint(find_run(s.out_dir), s.step)
+    model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)
+    same_tokenizer(folder, tokenizer)
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
-    loss = f"validation loss {state['val_loss']:.4f}, {state['val_bpb']:.4f} bits per byte, " \
-        if state["val_loss"] else ""
-    note(f"{folder}: step {state['step']}, {loss}{model.num_params():,} parameters, "
+    known = Progress.from_state(state)
+    loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \
+        if known.val_loss else ""
+    note(f"{folder}: step {known.step}, {loss}{model.num_params():,} parameters, "
          f"{name_of(model.wte.weight.dtype)} on {device}")
     keep = s.context_keep
     if keep is not None and not 1 <= keep < model.config.block_size:
@@ -103,7 +108,8 @@ def write(s: SampleSettings, model: GPT, tokenizer: Tokenizer, prompt: list[int]
             texts[i] += stream.feed(data, final=answered or left == 1)
             stream.stopped |= answered
         while turn < s.num_samples:
-            print(texts[turn], end="", flush=True)
+            shown = plain(texts[turn]) if sys.stdout.isatty() else texts[turn]
+            print(shown, end="", flush=True)
             texts[turn] = ""
             if not streams[turn].stopped and left > 1:
                 break

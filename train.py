@@ -21,16 +21,18 @@ from tqdm import tqdm
 from data import DataError
 from data.dataset import Dataset
 from data.prepare import is_text, resolve
-from kit import checkpoint, runs
+from kit import checkpoint, finding, loading, runs
 from kit import device as machine
+from kit.distributed import Ranks, say
+from kit.errors import UserError, run
 from kit.evaluate import eval_batches, evaluate, spell_loss
-from kit.metrics import Log, Progress, Wandb, draw_loss, peak_memory, spell_time
+from kit.metrics import Progress, spell_time
+from kit.mishaps import Interrupt, explained, last_good
 from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
-from kit.sampling import start_ids, write_text
-from kit.settings import UserError, at_least, in_range, load, run
+from kit.report import Report
+from kit.settings import at_least, in_range, load
+from kit.sharding import local, whole
 from model import GPT, GPTConfig
-
-say = tqdm.write  # the bar stays below what is said
 
 
 @dataclass
@@ -70,6 +72,7 @@ class TrainSettings:
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no limit
+    skip_spikes: float = 0.0  # skip updates of a norm so many times the usual; 0: none
     # the schedule, in updates
     max_iters: int = 600000  # updates
     decay_lr: bool = True  # False: the learning rates stay at their peak from the first update on
@@ -87,11 +90,14 @@ class TrainSettings:
     keep: int = 2  # newest checkpoints that stay, beside the best
     log_interval: int = 1  # updates between lines of log.jsonl
     wandb_log: bool = False  # also log to Weights & Biases
-    wandb_project: str = "bonsaigpt"  # its project
+    wandb_project: str | None = None  # its project; None: WANDB_PROJECT, or bonsaigpt
     wandb_run_name: str | None = None  # its name there; None: that of out_dir
     # the machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; fsdp shards the model
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # between processes; auto: nccl on GPUs
+    timeout: float = 600.0  # seconds that processes wait for one another
     compile: Literal["auto"] | bool = "auto"  # torch.compile; auto: on a GPU
     debug: bool = False  # show tracebacks of mistakes
 
@@ -100,7 +106,10 @@ class TrainSettings:
         at_least(self, 1, "batch_size gradient_accumulation_steps max_iters eval_interval keep "
                           "log_interval")
         at_least(self, 0, "seed warmup_iters patience eval_iters weight_decay grad_clip min_lr")
-        in_range(self, 0, math.inf, "learning_rate muon_lr init_std")
+        in_range(self, 0, math.inf, "learning_rate muon_lr init_std timeout")
+        if not (self.skip_spikes == 0 or self.skip_spikes > 1):
+            raise UserError(f"skip_spikes={self.skip_spikes}: must be 0 or above 1; inf skips only "
+                            "what is not finite")
         in_range(self, -1e-9, 1, "beta1 beta2 muon_momentum")
         in_range(self, 0, 1 + 1e-9, "cooldown")
         for name in ("dataset", "init_from", "out_dir", "tokenizer"):
@@ -127,42 +136,36 @@ ARCHITECTURE = {f.name for f in fields(GPTConfig)} - {"dropout", "vocab_size"} |
 
 
 def main(argv: list[str]) -> int:
-    loaded = load(TrainSettings, argv, default_config="config/small.py")
-    s, device = loaded.settings, machine.choose_device(loaded.settings.device)
-    source = runs.find_source(s.init_from)
+    loaded = load(TrainSettings, argv, "config/small.py", runs.settings_of)
+    s, ranks = loaded.settings, Ranks()
+    device = machine.choose_device(s.device, ranks.local if ranks.world > 1 else None)
+    with ranks.join(device, s):
+        ranks.divide(s.batch_size, s.gradient_accumulation_steps)  # refuses what cannot be shared
+        source, data = ranks.first(lambda: open_data(s, loaded.given))
+        ranks.refuse_other(data.hash, f"{data.folder} is not what it is")
+        machine.prepare_device(device)
+        if s.eval_only:
+            return evaluate_only(s, source, data, device, ranks)
+        run, dtype = runs.begin(loaded, ARCHITECTURE, data, device, ranks)
+        trainer = Trainer(s, run, source, data, device, dtype, ranks)
+        with trainer.interrupt, explained(run.path, s), trainer.writer:
+            trainer.loop()
+        if trainer.progress.finished:
+            trainer.report.conclude(trainer.model if trainer.parallel != "fsdp" else None, device)
+            return 0
+        say(f"interrupted at step {trainer.progress.step}, saved. Go on with:\n"
+            f"    {runs.command_to_go_on(loaded, run.path)}")
+        return 128 + trainer.signal
+
+
+def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
+    """The checkpoint to take weights from, if any, and the data set.
+
+    The data is prepared if need be, its shards checked and long enough for the context.
+    """
+    source, tokenizer = finding.find_source(s.init_from), s.tokenizer
     if source:
-        runs.adopt_architecture(s, checkpoint.load_config(source), loaded.given, source)
-    data = open_data(s, source)
-    machine.prepare_device(device)
-    if s.eval_only:
-        return evaluate_only(s, source, data, device)
-    claimed = runs.claim(s.out_dir, loaded.files[-1].stem, s.init_from, s.overwrite, say)
-    wanted = s.dtype
-    if claimed.resume:
-        runs.check_resume(claimed, asdict(s), ARCHITECTURE, data, say)
-        wanted = runs.same_dtype(claimed, s.dtype, device.type)
-    trainer = Trainer(s, claimed.path, data, device, machine.choose_dtype(wanted, device))
-    if claimed.resume:
-        trainer.restore(*claimed.resume)
-    elif source:
-        checkpoint.load_weights(trainer.model, source / "model.safetensors")
-        say(f"starting from the weights of {source}")
-    if claimed.replaces:
-        runs.clear(claimed.path)
-    trainer.introduce()
-    with trainer.interrupt:
-        trainer.loop()
-    if trainer.progress.finished:
-        trainer.conclude()
-        return 0
-    say(f"interrupted at step {trainer.progress.step}, saved. Go on with:\n"
-        f"    {runs.command_to_go_on(loaded, claimed.path)}")
-    return 128 + trainer.interrupt.signal
-
-
-def open_data(s: TrainSettings, source: Path | None) -> Dataset:
-    """The data set, prepared if need be, its shards checked and long enough for the context."""
-    tokenizer = s.tokenizer
+        finding.adopt_architecture(s, given, source)
     if source and tokenizer is None and is_text(s.dataset):  # of one's own, for given weights
         tokenizer = str(source / "tokenizer.json")
     folder = resolve(s.dataset, tokenizer, say)
@@ -172,19 +175,21 @@ def open_data(s: TrainSettings, source: Path | None) -> Dataset:
         if data.kind == "instruct":
             say(split.report(s.block_size, s.batch_size))
     if source:
-        runs.same_tokenizer(source, data.tokenizer)
-    return data
+        finding.same_tokenizer(source, data.tokenizer)
+    return source, data
 
 
-def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset,
-                  device: torch.device) -> int:
+def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset, device: torch.device,
+                  ranks: Ranks) -> int:
     """The loss of a checkpoint on the validation split; nothing is written."""
-    folder = source or runs.find_checkpoint(runs.find_run(s.out_dir))
-    runs.same_tokenizer(folder, data.tokenizer)
-    model, _, state = checkpoint.load_model(folder)
-    batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters)
+    folder = source or ranks.first(lambda: finding.find_checkpoint(finding.find_run(s.out_dir)))
+    finding.same_tokenizer(folder, data.tokenizer)
+    model, _, state = loading.load_model(folder)
+    batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters,
+                           ranks.rank, ranks.world)
+    dtype = ranks.once(lambda: machine.name_of(machine.choose_dtype(s.dtype, device)))
     result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
-                      partial(machine.autocast, device, machine.choose_dtype(s.dtype, device)))
+                      partial(machine.autocast, device, machine.DTYPES[dtype]), add=ranks.add)
     say(f"{folder}, step {state['step']}: {spell_loss(result)}")
     return 0
 
@@ -192,58 +197,52 @@ def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset,
 class Trainer:
     """Model, optimizers, data and progress, and the loop that moves them."""
 
-    def __init__(self, s: TrainSettings, path: Path, data: Dataset, device: torch.device,
-                 dtype: torch.dtype):
-        self.s, self.path, self.data, self.device, self.dtype = s, path, data, device, dtype
-        torch.manual_seed(s.seed)
-        self.model = GPT(s.model_config(data.vocab_size), s.init_std).to(device)
-        self.optimizers = build_optimizers(self.model, s)
+    def __init__(self, s: TrainSettings, run: runs.Run, source: Path | None, data: Dataset,
+                 device: torch.device, dtype: torch.dtype, ranks: Ranks):
+        self.s, self.path, self.data, self.device, self.ranks = s, run.path, data, device, ranks
+        self.share = ranks.divide(s.batch_size, s.gradient_accumulation_steps)
+        self.rows = s.batch_size * s.gradient_accumulation_steps  # of an update
         self.autocast = partial(machine.autocast, device, dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.progress, self.interrupt = Progress(), runs.Interrupt()
+        self.progress, self.interrupt, self.signal = Progress(), Interrupt(), 0
+        self.writer = checkpoint.Writer()
         self.ahead: tuple[int, list] = (-1, [])  # the next update's first row and batches
         self.saved: tuple[int, bool] | None = None  # step and finished of the newest checkpoint
-        self.rows = s.batch_size * s.gradient_accumulation_steps  # of an update
-
-    def restore(self, folder: Path, state: dict[str, Any]) -> None:
-        """Take up a checkpoint exactly where it was left."""
-        self.progress = Progress(**{k: state[k] for k in Progress.__annotations__ if k in state})
-        self.saved = (self.progress.step, self.progress.finished)
-        self.progress.finished = False
-        checkpoint.load_weights(self.model, folder / "model.safetensors")
-        tensors = checkpoint.load_tensors(folder / "optimizer.safetensors")
-        load_optimizer_tensors(self.optimizers, self.model, tensors)
-        self.scaler.load_state_dict(state["scaler"])
-        say(f"going on with {self.path} from step {self.progress.step}")
-
-    def introduce(self) -> None:
-        """The first lines of a run; then everything is ready for the loop."""
-        s, data, p = self.s, self.data, self.progress
-        say(f"device: {machine.describe(self.device, self.dtype)}")
+        torch.manual_seed(s.seed)
+        self.model = GPT(s.model_config(data.vocab_size), s.init_std)
+        if run.resume or source:
+            folder = run.resume[0] if run.resume else source  # of a run, only rank 0 has it
+            ranks.once(lambda: loading.load_weights(self.model, folder / "model.safetensors"))
+        self.parallel = ranks.choose(s.parallel, self.model, device)
+        if self.parallel == "fsdp" and self.scaler.is_enabled():
+            ranks.refuse("dtype=float16 does not go with parallel=fsdp; take bfloat16 or float32")
+        self.replica = ranks.place(self.model, device, self.parallel)  # what is called for a loss
+        self.optimizers = build_optimizers(self.model, s)
+        if run.resume:
+            self.restore(*run.resume)
+        elif source:
+            say(f"starting from the weights of {source}")
         compiled = machine.compile_model(self.model, s.compile, self.autocast)
-        peak = machine.peak_flops(self.dtype, self.device)
-        self.peak_tok_s = peak / self.model.flops_per_token()
-        say(f"model: {self.model.num_params():,} parameters, {data.vocab_size:,} tokens "
-            f"({data.tokenizer.spec}); compile {compiled}")
-        say(f"update: {s.batch_size} rows x {s.block_size} tokens x "
-            f"{s.gradient_accumulation_steps} micro-steps x 1 process "
-            f"= {self.rows * s.block_size:,} tokens")
-        epochs = s.max_iters * self.rows / data.train.epoch_rows(s.block_size)
-        say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
-            f"of {data.folder.name}, in {self.path}")
-        checkpoint.write_json(self.path / "config.json", {
-            "settings": asdict(s), "device": self.device.type,
-            "dtype": str(self.dtype).split(".")[1], "dataset_hash": data.hash})
-        self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
-        self.wandb = Wandb(s.wandb_log, s.wandb_project, s.wandb_run_name or self.path.name,
-                           asdict(s), say)
-        self.drawn = time.perf_counter()  # when the curve was drawn
-        self.began = self.drawn - p.elapsed_s
+        self.report = Report(s, run, data, ranks, self.progress)
+        self.report.introduce(self.model, device, dtype, compiled, self.parallel)
+
+    def restore(self, folder: Path | None, state: dict[str, Any]) -> None:
+        """Take up a checkpoint exactly where it was left; rank 0 alone has the folder."""
+        self.progress = Progress.from_state(state)
+        self.saved = (self.progress.step, self.progress.finished)
+        if self.s.init_from == "resume":  # one that is over goes on only if asked to
+            self.progress.finished = False
+        tensors = loading.load_tensors(folder / "optimizer.safetensors") if folder else {}
+        load_optimizer_tensors(self.optimizers, self.model, self.ranks.spread(tensors))
+        if state.get("scaler"):  # not where the run had another dtype
+            self.scaler.load_state_dict(state["scaler"])
+        say(f"going on with {self.path} from step {self.progress.step}")
 
     def loop(self) -> None:
         """Update, log, evaluate and save until the run is finished or interrupted."""
         s, p = self.s, self.progress
-        bar = tqdm(total=s.max_iters, initial=p.step, unit="update", disable=None, smoothing=0.05)
+        bar = tqdm(total=s.max_iters, initial=p.step, unit="update", smoothing=0.05,
+                   disable=None if self.ranks.main else True)
         first, mark = p.step, (time.perf_counter(), p.tokens)
         while True:
             due = p.step > 0 and (p.step % s.eval_interval == 0 or p.step >= s.max_iters)
@@ -251,19 +250,21 @@ class Trainer:
                 self.evaluate()
                 mark = time.perf_counter(), p.tokens
             p.finished = p.finished or (p.step >= s.max_iters and p.last_eval == p.step)
-            if p.finished or self.interrupt.signal:
+            self.signal = self.ranks.agree(self.interrupt.signal)
+            if p.finished or self.signal:
                 break
-            start = time.perf_counter()
+            began = time.perf_counter()
             row = self.update()
-            p.train_s += time.perf_counter() - start
+            p.train_s += time.perf_counter() - began
             if p.step % s.log_interval == 0:
                 tok_s = (p.tokens - mark[1]) / (time.perf_counter() - mark[0])
                 mark = time.perf_counter(), p.tokens
-                row |= {"tok_s": round(tok_s, 1), "mfu": round(tok_s / self.peak_tok_s, 4)}
-                self.record(row)
-                bar.set_postfix(loss=f"{row['loss']:.3f}", val=f"{p.val_loss or math.nan:.3f}",
-                                tok_s=f"{tok_s:,.0f}", refresh=False)
+                row |= {"tok_s": round(tok_s, 1), "mfu": round(tok_s / self.report.peak_tok_s, 4)}
+                self.report.record(row)
+                val = f"{p.val_loss:.3f}" if p.val_loss else "-"
+                bar.set_postfix(loss=f"{row['loss']:.3f}", val=val, tok_s=int(tok_s), refresh=False)
             bar.update()
+            self.writer.wait(block=False)  # only to hear of a full disk
             if p.step == first + 5:  # the first updates are slow
                 warm = p.train_s
             if p.step == first + 15:
@@ -271,69 +272,91 @@ class Trainer:
                 say(f"about {spell_time(left)} of training left")
         bar.close()
         if self.saved != (p.step, p.finished):
-            if not all(w.isfinite().all() for w in self.model.parameters()):
+            finite = all(bool(local(w).isfinite().all()) for w in self.model.parameters())
+            if self.ranks.agree(not finite):
                 self.give_up(p.step, "the weights are not finite")
-            self.save(is_best=False)
-        draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
-        self.wandb.finish()
+            self.save()
+        self.report.draw(0)
 
     def batches(self, first: int) -> list[list[torch.Tensor]]:
-        """The micro-steps of the update from row `first`: x, y (batch_size, T), T <= block_size."""
+        """This rank's share of the update from row `first`: x, y (rows, T), T <= block_size."""
+        (rows, pieces), ranks, s = self.share, self.ranks, self.s
+        starts = [first + (i * ranks.world + ranks.rank) * rows for i in range(pieces)]
         return [[machine.to_device(a, self.device) for a in
-                 self.data.train.batch(row, self.s.batch_size, self.s.block_size, self.s.seed)]
-                for row in range(first, first + self.rows, self.s.batch_size)]
+                 self.data.train.batch(row, rows, s.block_size, s.seed)] for row in starts]
 
     def update(self) -> dict[str, Any]:
         """One update of batch_size x gradient_accumulation_steps rows -> its line of the log."""
-        s, p = self.s, self.progress
+        s, p, ranks = self.s, self.progress, self.ranks
         factor = set_lr(self.optimizers, p.step, s)
         with p.timed("data"):
             batches = self.ahead[1] if self.ahead[0] == p.rows else self.batches(p.rows)
         with p.timed("forward and backward"):
-            n_targets = sum((y >= 0).sum() for _, y in batches).clamp(min=1)  # of the whole update
+            n_targets = sum((y >= 0).sum() for _, y in batches)
+            n_targets = ranks.total(n_targets).clamp(min=1)  # of the whole update
             total = torch.zeros((), device=self.device)
-            for micro, (x, y) in enumerate(batches):
+            for i, (x, y) in enumerate(batches):
                 if s.dropout:  # a function of seed, step and micro-step: no state to save
+                    micro = i * ranks.world + ranks.rank
                     torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
-                with self.autocast():
-                    loss_sum, _ = self.model(x, y)
-                self.scaler.scale(loss_sum / n_targets).backward()
+                with ranks.piece(self.replica, last=i == len(batches) - 1):
+                    with self.autocast():
+                        loss_sum, _ = self.replica(x, y)
+                    # DDP and FSDP take the mean over ranks where a sum is wanted
+                    self.scaler.scale(loss_sum / n_targets * ranks.world).backward()
                 total += loss_sum.detach()
-        row, tokens = p.rows + self.rows, p.tokens + sum(x.numel() for x, _ in batches)
         with p.timed("data"):  # while a GPU is still at work
-            self.ahead = row, self.batches(row) if p.step + 1 < s.max_iters else []
+            ahead = p.rows + self.rows
+            self.ahead = ahead, self.batches(ahead) if p.step + 1 < s.max_iters else []
         with p.timed("forward and backward"):
             for o in self.optimizers:
                 self.scaler.unscale_(o)
-            norm = utils.get_total_norm([w.grad for w in self.model.parameters()])
-            loss, grad_norm = (total / n_targets).item(), norm.item()
-        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.scaler.is_enabled()):
-            self.give_up(p.step + 1, f"the loss is {loss}, the gradient norm {grad_norm}")
+            norm = whole(utils.get_total_norm([w.grad for w in self.model.parameters()]))
+            told = ranks.gather((total / n_targets).item(), norm.item(),
+                                sum(x.numel() for x, _ in batches))
+            loss, grad_norm, tokens = told[:, 0].sum().item(), told[0, 1].item(), told[:, 2].sum()
+        skip = self.is_spike(loss, grad_norm)
         with p.timed("optimizer"):
-            if 0 < s.grad_clip < grad_norm:
+            if 0 < s.grad_clip < grad_norm and not skip:
                 utils.clip_grads_with_norm_(self.model.parameters(), s.grad_clip, norm)
             for o in self.optimizers:
-                self.scaler.step(o)
+                if not skip:
+                    self.scaler.step(o)
                 o.zero_grad(set_to_none=True)
             self.scaler.update()
-        p.step, p.rows, p.tokens = p.step + 1, row, tokens
+        p.step, p.rows, p.tokens = p.step + 1, ahead, p.tokens + int(tokens)
         return {"step": p.step, "tokens": p.tokens, "loss": loss, "lr": s.learning_rate * factor,
-                "grad_norm": grad_norm}
+                "grad_norm": grad_norm} | ({"skipped": True} if skip else {})
+
+    def is_spike(self, loss: float, norm: float) -> bool:
+        """Whether to skip the update; gives up where it is not finite and nobody asked to skip."""
+        overflow = self.scaler.is_enabled() and not math.isfinite(norm)  # the scaler sees to it
+        bad = not math.isfinite(loss) or not (math.isfinite(norm) or overflow)
+        step, what = self.progress.step + 1, f"the loss is {loss}, the gradient norm {norm}"
+        if bad and not self.s.skip_spikes:
+            self.give_up(step, what)
+        skip = self.progress.odd_norm(math.nan if bad else norm, self.s.skip_spikes)
+        if skip:
+            say(f"step {step:,}: skipped, {what}")
+            if self.progress.skipped_in_a_row >= 20:
+                self.give_up(step, f"20 updates in a row were skipped; {what}")
+        return skip
 
     def give_up(self, step: int, why: str) -> None:
-        last = checkpoint.pointed(self.path, "latest")
-        raise UserError(f"step {step}: {why}; the last good checkpoint is "
-                        f"{self.path / 'ckpt' / last if last else 'not there yet'}. Try a lower "
-                        "learning_rate or muon_lr, a longer warm-up, or dtype=float32")
+        self.writer.wait()
+        self.ranks.refuse(
+            f"step {step}: {why}; {last_good(self.path)}. Try a lower learning_rate or muon_lr, a "
+            "longer warm-up, skip_spikes=10, or dtype=float32")
 
     def evaluate(self) -> None:
         """Measure the validation split, log it, save, and decide whether the run is over."""
-        s, p = self.s, self.progress
-        batches = eval_batches(self.data.val, s.block_size, s.batch_size, s.eval_iters)
+        s, p, ranks = self.s, self.progress, self.ranks
+        batches = eval_batches(self.data.val, s.block_size, s.batch_size, s.eval_iters,
+                               ranks.rank, ranks.world)
         with p.timed("evaluation"):
             result = evaluate(self.model, batches, self.data.token_byte_lengths(),
                               self.data.separator, self.autocast,
-                              lambda: self.interrupt.signal is not None)
+                              lambda: ranks.agree(self.interrupt.signal) > 0, ranks.add)
         if result is None:  # interrupted; the next start makes up for it
             return
         if not math.isfinite(result["loss"]):
@@ -345,55 +368,32 @@ class Trainer:
         else:
             p.worse += 1
         p.finished = p.step >= s.max_iters or bool(s.patience and p.worse >= s.patience)
-        self.record({"step": p.step, "tokens": p.tokens, "val_loss": p.val_loss,
-                     "val_bpb": p.val_bpb})
+        self.report.record({"step": p.step, "tokens": p.tokens, "val_loss": p.val_loss,
+                            "val_bpb": p.val_bpb})
         best = "best so far, " if is_best else ""
         say(f"step {p.step:,}: {spell_loss(result)}, {best}{spell_time(p.elapsed_s)}")
         if s.always_save_checkpoint or is_best or p.finished:
-            self.save(is_best)
-        if time.perf_counter() - self.drawn > 30:
-            draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
-            self.drawn = time.perf_counter()
+            self.save()
+        self.report.draw(30)
 
-    def record(self, row: dict[str, Any]) -> None:
-        p = self.progress
-        p.elapsed_s = time.perf_counter() - self.began
-        row |= {"elapsed_s": round(p.elapsed_s, 3), "train_s": round(p.train_s, 3)}
-        self.log.write(row)
-        self.wandb.log(row)
-
-    def save(self, is_best: bool) -> None:
-        state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
-                 "threads": torch.get_num_threads(), "torch": torch.__version__}
+    def save(self) -> None:
+        """Copy all that a checkpoint holds and write it in the background."""
         with self.progress.timed("saving"):
-            checkpoint.save(self.path, self.model, optimizer_tensors(self.optimizers, self.model),
-                            self.data.tokenizer.to_json(), state, self.s.keep, is_best)
-            runs.remember(self.path)
-        self.saved = (self.progress.step, self.progress.finished)
+            weights = self.ranks.snapshot(dict(self.model.named_parameters()))
+            optimizer = self.ranks.snapshot(optimizer_tensors(self.optimizers, self.model))
+            self.saved = (self.progress.step, self.progress.finished)
+            if not self.ranks.main:
+                return
+            state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
+                     "threads": torch.get_num_threads(), "torch": torch.__version__,
+                     "run": self.report.about}
 
-    def conclude(self) -> None:
-        """The last lines of a run, and what the model writes."""
-        p = self.progress
-        p.elapsed_s = time.perf_counter() - self.began
-        if p.best_loss is not None:
-            say(f"best: step {p.best_step:,}, validation loss {p.best_loss:.4f}, "
-                f"{p.best_bpb:.4f} bits per byte; last {p.val_loss:.4f}, {p.val_bpb:.4f}")
-        tok_s = p.tokens / max(p.train_s, 1e-9)
-        say(f"{p.tokens:,} tokens in {spell_time(p.train_s)} of training, {tok_s:,.0f} tokens/s, "
-            f"{tok_s / self.peak_tok_s:.0%} of what one large product would allow (MFU)")
-        say(f"{spell_time(p.elapsed_s)} in all: {p.shares()}")
-        say(f"peak memory {peak_memory(self.device.type) / 2**20:,.0f} MiB")
-        best = checkpoint.pointed(self.path, "best") or checkpoint.pointed(self.path, "latest")
-        say(f"checkpoint: {self.path / 'ckpt' / best}\ncurve: {self.path / 'loss.png'}")
-        say(f"a sample:\n{'-' * 80}\n{self.sample()}\n{'-' * 80}\n"
-            'write more with: python sample.py --prompt "..."')
+            def write() -> None:
+                checkpoint.save(self.path, self.model.config, weights, optimizer,
+                                self.data.tokenizer.to_json(), state, self.s.keep)
+                finding.remember(self.path)
 
-    def sample(self) -> str:
-        """What the model writes by itself, or answers to a held-out sample."""
-        data, start, end = self.data, start_ids(self.data.tokenizer), None
-        if data.kind == "instruct":
-            start, end = data.val.prompt(0), data.separator
-        return write_text(self.model, data.tokenizer, start, end, self.s.seed)
+            self.writer.start(write)
 
 
 if __name__ == "__main__":

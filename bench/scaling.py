@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.trial import Trial, TrialFailed, apart, introduce, keep, ours, print_table, sizes, tell
 from data import DataError
 from data.prepare import Parser, resolve
-from kit.settings import run
+from kit.errors import run
 
 Rows = list[dict[str, Any]]
 MIDDLE = {"n_embd": 256, "n_layer": 4, "block_size": 256}

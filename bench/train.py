@@ -28,7 +28,7 @@ from data import DataError
 from data.build import prepare
 from data.prepare import Parser, resolve
 from data.sources import data_root
-from kit.settings import run
+from kit.errors import run
 
 PARTS = ("loss", "throughput", "gpu")
 OURS = {"ours": "config/shakespeare_char_cpu.py",

@@ -100,7 +100,7 @@ def ours(config: str, flags: list[str], out: Path) -> Trial:
         updates[-1]["tokens"] / updates[-1]["step"],
         [(row["step"], row["train_s"], row["val_loss"]) for row in rows if "val_loss" in row],
         done.seconds, float(peak[1].replace(",", "")) if on_gpu else done.peak_mib,
-        {name: value for name, value in model.items() if name != "format"})
+        {name: value for name, value in model.items() if name not in ("format", "seal")})
 
 
 def sizes(shapes: list[dict[str, Any]]) -> list[tuple[int, int]]:

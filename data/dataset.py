@@ -116,6 +116,8 @@ class Dataset:
         if self.kind == "text":
             return split
         starts = Shards(self._paths(part["starts"]), "starts")
+        if starts.n > split.n:  # before they fill the memory
+            raise self._broken(f"the {name} split has more samples than tokens")
         mask = Shards(self._paths(part["mask"]), "mask", limit=2)
         self._opened += [(mask, part["mask"]), (starts, part["starts"])]
         return Samples(name, split, mask, starts.read(0, starts.n), self.separator, self._long)

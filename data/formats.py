@@ -20,6 +20,7 @@ PIECE = 1 << 20  # characters; a longer text is handed on in pieces
 # The last place where a text may be cut: no rule of gpt2, cl100k or o200k lets a token run from a
 # letter or digit into the space or line end after it, so the pieces have the ids of the whole.
 PIECE_END = re.compile(r"(?s:.*)[^\W_](?=[ \n])")
+LONGEST_LINE = 1 << 28  # bytes; a longer one is cut, and so no JSON: a .gz can hold one of any size
 ROWS = 64  # of a table, read at once: few enough for documents of a megabyte
 LONE = re.compile("[\ud800-\udfff]")  # half of a pair of UTF-16, which UTF-8 cannot write
 JSON = json.JSONDecoder(strict=False, parse_int=float)  # int() refuses 5,000 digits
@@ -164,7 +165,7 @@ def _lines(path: Path, errors: str) -> Iterator[tuple[str, dict]]:
     """(", line N", object) of each line that is not blank."""
     offset = 0
     with _open(path) as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
             where = f", line {number}"
             try:
                 line = raw.decode("utf-8", errors).lstrip("\ufeff")  # Windows begins files so

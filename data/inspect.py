@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError
+from data import DataError, visible
 from data.dataset import SPLITS, Dataset
 from data.prepare import Parser, resolve, run
 
@@ -61,11 +61,6 @@ def quantile(lengths: Counter[int], q: float) -> int:
     values = sorted(lengths)
     reached = np.cumsum([lengths[value] for value in values])
     return values[int(np.searchsorted(reached, q * reached[-1]))]
-
-
-def visible(text: str, keep: str = "") -> str:
-    """Text with all that a terminal would obey or hide written as in Python: newline is \\n."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 def line(label: str, text: str) -> None:

@@ -108,7 +108,8 @@ class Samples:
         self.n_tokens: int = tokens.n_tokens
         self._bounds = np.append(starts, self.n_tokens).astype(np.int64)
         self.starts = self._bounds[:-1]
-        if mask.n != self.n_tokens or self._bounds[0] != 0 or (np.diff(self._bounds) < 1).any():
+        fits = mask.n == self.n_tokens and self._bounds[0] == 0 and self._bounds.min() == 0
+        if not fits or (np.diff(self._bounds) < 1).any():  # below 0, a difference may overflow
             raise DataError(
                 f"the {name} split's {self.n_tokens:,} tokens, mask of {mask.n:,} and starts of "
                 f"{self.starts.size:,} samples do not fit together; prepare the dataset again")

@@ -1,139 +1,134 @@
 """Checkpoints: complete or invisible, checked on reading, and nothing in them is ever executed.
 
 ckpt/step_000500/ holds model.safetensors, optimizer.safetensors, model.json (the architecture),
-tokenizer.json and state.json (where training stood, and the SHA-256 of the others and of itself).
+tokenizer.json and state.json (where training stood, its settings, and the SHA-256 of the others).
 ckpt/best.json and ckpt/latest.json name one of the folders. What is unfinished begins with `.tmp-`.
 """
 
 import contextlib
-import hashlib
-import json
+import errno
 import os
 import re
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from kit.settings import Say, UserError
-from model import GPT, GPTConfig
+from kit.errors import UserError
+from kit.files import (
+    digest,
+    hide,
+    read_json,
+    remove,
+    size_of,
+    sync,
+    to_text,
+    write_json,
+    write_text,
+)
+from kit.settings import Say
+from model import GPTConfig
 
-FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "model.json", "tokenizer.json")
 WEIGHTS = ("model.safetensors", "model.json", "tokenizer.json")  # all that sampling needs
 
 
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    if path.is_dir() and os.name == "nt":  # Windows opens no folders
-        return
-    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def to_text(value: dict[str, Any]) -> str:
-    return json.dumps({"format": FORMAT, **value}, indent=1) + "\n"
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON aside, sync it and rename it: a reader sees the old file or the new one."""
-    aside = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    aside.write_text(to_text(value), encoding="utf-8")
-    sync(aside)
-    os.replace(aside, path)
-    sync(path.parent)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that we wrote; UserError where it is damaged or of a later format."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise UserError(f"{path}: damaged, or not of this version of bonsaiGPT (format {FORMAT})")
-    return value
-
-
-def digest(path: Path) -> str:
-    sha = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            sha.update(block)
-    return sha.hexdigest()
-
-
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with its own hash at its end."""
-    rest = {k: v for k, v in state.items() if k not in ("seal", "format")}
-    return rest | {"seal": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
-
-
-def save(run: Path, model: GPT, optimizer_tensors: dict[str, torch.Tensor], tokenizer: dict,
-         state: dict[str, Any], keep: int, is_best: bool) -> Path:
+def save(run: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
+         optimizer: dict[str, torch.Tensor], tokenizer: dict, state: dict[str, Any],
+         keep: int) -> Path:
     """Write ckpt/step_N of a run, N = state["step"]; all but the newest `keep` and the best go."""
     folder = run / "ckpt"
     final = folder / f"step_{state['step']:06d}"
     aside = folder / f".tmp-{final.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    tensors = {"model.safetensors": dict(model.named_parameters()),
-               "optimizer.safetensors": optimizer_tensors}
-    for name, named in tensors.items():
-        save_file({n: t.detach().cpu().contiguous() for n, t in named.items()}, aside / name,
-                  metadata={"format": "pt"})
-        sync(aside / name)
-    write_json(aside / "model.json", asdict(model.config))
-    write_json(aside / "tokenizer.json", tokenizer)
-    files = {name: digest(aside / name) for name in FILES}
-    write_json(aside / "state.json", sealed({**state, "files": files}))
-    before = hide(final)  # a damaged one, or the run goes over the same step again
-    os.replace(aside, final)
+    remove(aside)
+    folder.mkdir(exist_ok=True)
+    aside.mkdir()
+    try:
+        write_json(aside / "model.json", asdict(config))
+        write_text(aside / "tokenizer.json", to_text(tokenizer))
+        write_tensors(aside / "model.safetensors", weights)
+        write_tensors(aside / "optimizer.safetensors", optimizer)
+        files = {name: digest(aside / name) for name in FILES}
+        write_json(aside / "state.json", {**state, "files": files})
+    except BaseException:  # a full disk: give back what was taken
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    before = hide(final)  # the run goes over the same step again
+    aside.rename(final)
     sync(folder)
-    shutil.rmtree(before, ignore_errors=True)
-    best = f"step_{state['step'] if is_best else state.get('best_step', 0):06d}"
-    if (folder / best).exists():  # always, in case that the last process ended before this line
-        write_json(folder / "best.json", {"name": best})
-    write_json(folder / "latest.json", {"name": final.name})
-    so_far = [p for p in newest_first(run) if step_of(p) <= state["step"]]  # later ones are damaged
-    for old in newest_first(run):
-        if old not in so_far[:keep] and old.name != pointed(run, "best"):
-            shutil.rmtree(hide(old))
+    remove(before)
+    settle(run, state, keep)
     return final
 
 
-def hide(folder: Path) -> Path:
-    """Rename a folder, if there is one, so that no half of it is ever taken for a checkpoint."""
-    hidden = folder.with_name(f".tmp-old-{folder.name}")
-    if folder.exists():
-        shutil.rmtree(hidden, ignore_errors=True)
-        folder.rename(hidden)
-    return hidden
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write safetensors beside model.json; OSError where the disk fails."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # it wraps what the system said
+        number = int((re.findall(r"os error (\d+)", str(e)) or [errno.EIO])[-1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+    shutil.copymode(path.with_name("model.json"), path)  # as the umask wants it
+    sync(path)
+
+
+def settle(run: Path, state: dict[str, Any], keep: int) -> None:
+    """What follows from a new checkpoint: two pointers, and old ones go. Done again if need be."""
+    folder = run / "ckpt"
+    for which, step in (("best", state.get("best_step")), ("latest", state["step"])):
+        name = f"step_{step:06d}" if isinstance(step, int) else ""
+        if name and pointed(run, which) != name and (folder / name).exists():
+            write_json(folder / f"{which}.json", {"name": name})
+    for old in newest_first(run)[keep:]:
+        if old.name != pointed(run, "best"):
+            remove(hide(old))
+
+
+class Writer:
+    """Writes in the background, one checkpoint at a time; `with` waits for the last of them."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: Future | None = None
+
+    def start(self, work: Callable[[], Any]) -> None:
+        """Do this as soon as what was started before is done; raises what that raised."""
+        self.wait()
+        self.pending = self.pool.submit(work)
+
+    def wait(self, block: bool = True) -> None:
+        """Until all is on the disk, or without `block` only to hear of an error by now."""
+        if self.pending and (block or self.pending.done()):
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        with contextlib.suppress(*(() if kind is None else (Exception,))):
+            self.wait()
 
 
 def tidy(run: Path) -> None:
     """Clear away what a killed process left; what it was about to replace comes back."""
-    for stale in (run / "ckpt").glob(".tmp-*"):
-        back = stale.with_name(stale.name.removeprefix(".tmp-old-"))
+    for stale in [*(run / "ckpt").glob(".tmp-*"), *run.glob(".tmp-*-*")]:
+        back = stale.parent / stale.name.removeprefix(".tmp-old-")
         with contextlib.suppress(UserError):  # not whole: it was being deleted
-            if not back.exists() and check(stale):
+            if stale.is_dir() and not back.exists() and check(stale):
                 stale.rename(back)
-        if stale.is_dir():
-            shutil.rmtree(stale)
-        else:
-            stale.unlink(missing_ok=True)
+        remove(stale)
 
 
 def newest_first(run: Path) -> list[Path]:
     """The checkpoint folders of a run."""
-    found = [p for p in (run / "ckpt").glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name)]
+    found = [p for p in (run / "ckpt").glob("step_*") if re.fullmatch(r"step_\d{6,15}", p.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -153,64 +148,44 @@ def pointed(run: Path, which: str) -> str | None:
 
 def check(folder: Path, names: tuple[str, ...] = FILES) -> dict[str, Any]:
     """Verify a checkpoint against its state.json; returns the state. UserError if damaged."""
-    file = folder / "state.json"
+    if folder.is_symlink():
+        raise UserError(f"{folder}: a link; a checkpoint is a folder of plain files")
     try:
-        state = read_json(file)
-        if to_text(sealed(state)) != file.read_text(encoding="utf-8"):
-            raise UserError(f"{file}: damaged, its hash does not fit")
-        for name in names:
-            if digest(folder / name) != state["files"][name]:
-                size = (folder / name).stat().st_size
-                raise UserError(f"{folder / name}: damaged ({size:,} bytes), the hash does not fit")
+        state = read_json(folder / "state.json")
+        hashes = state.get("files")
+        if not isinstance(hashes, dict) or type(state.get("step")) is not int or state["step"] < 0:
+            raise UserError(f"{folder / 'state.json'}: no state of a checkpoint of ours")
+        for path in (folder / name for name in names):
+            if digest(path) != hashes.get(path.name):
+                raise UserError(f"{path}: damaged ({size_of(path):,} bytes), its hash does not fit")
     except (FileNotFoundError, NotADirectoryError) as e:
         raise UserError(f"{e.filename}: missing, this is not a complete checkpoint") from None
+    except OSError as e:  # no permission, a failing disk
+        raise UserError(f"{e.filename or folder}: cannot be read: {e.strerror}") from None
     return state
 
 
-def newest_complete(run: Path, warn: Say) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that passes `check`, and its state; `warn` names each damaged one."""
+def examine(run: Path, warn: Say) -> list[tuple[Path, dict[str, Any]]]:
+    """All sound checkpoints of a run, the newest first, with their states.
+
+    Each damaged one is named. If a sound one is left, it is set aside as damaged_step_N, so that it
+    never counts as one again, and what points to it is written anew.
+    """
+    sound, damaged = [], []
     for folder in newest_first(run):
         try:
-            return folder, check(folder)
+            sound.append((folder, check(folder)))
         except UserError as e:
-            warn(f"{e}; taking the checkpoint before it")
-    return None
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """On the CPU. UserError for a file that is not whole safetensors."""
-    try:
-        return load_file(path)
-    except SafetensorError as e:
-        raise UserError(f"{path}: damaged: {e}") from None
-
-
-def load_config(folder: Path) -> GPTConfig:
-    """The architecture of a checkpoint; fields that an older one lacks take their defaults."""
-    values = read_json(folder / "model.json")
-    del values["format"]
-    try:
-        return GPTConfig(**values)
-    except (ValueError, TypeError) as e:  # TypeError: a field that only another version knows
-        raise UserError(f"{folder / 'model.json'}: {e}") from None
-
-
-def load_weights(model: GPT, path: Path) -> None:
-    """Copy a model.safetensors into a model of exactly its names and shapes."""
-    tensors, parameters = load_tensors(path), dict(model.named_parameters())
-    theirs, ours = ({n: tuple(t.shape) for n, t in x.items()} for x in (tensors, parameters))
-    if different := theirs.items() ^ ours.items():
-        name = min(different)[0]
-        raise UserError(f"{path}: does not fit the model: {name} is {theirs.get(name, 'absent')}, "
-                        f"the model's is {ours.get(name, 'absent')}")
-    with torch.no_grad():
-        for name, p in parameters.items():
-            p.copy_(tensors[name])
-
-
-def load_model(folder: Path) -> tuple[GPT, dict[str, Any], dict[str, Any]]:
-    """A checkpoint folder -> the model on the CPU, its tokenizer as JSON, its state."""
-    state = check(folder, WEIGHTS)
-    model = GPT(load_config(folder))
-    load_weights(model, folder / "model.safetensors")
-    return model, read_json(folder / "tokenizer.json"), state
+            damaged.append((folder, e))
+    for folder, e in damaged:
+        aside, n = folder.with_name(f"damaged_{folder.name}"), 1
+        while aside.exists() or aside.is_symlink():
+            aside, n = folder.with_name(f"damaged_{folder.name}-{n}"), n + 1
+        if sound:
+            folder.rename(aside)
+        warn(f"{e}; " + (f"set aside as {aside.name}, going on without it" if sound else "kept"))
+    for path in (run / "ckpt" / f"{which}.json" for which in ("best", "latest")):
+        if sound and os.path.lexists(path) and pointed(run, path.stem) is None:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            warn(f"{path}: damaged, or its checkpoint is gone; written anew")
+    return sound

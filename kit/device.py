@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from kit.settings import UserError
+from kit.errors import UserError
 from model import GPT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,11 +25,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_device(wanted: str) -> torch.device:
-    """auto: cuda, then mps, then cpu; UserError for a device that is not there."""
+def choose_device(wanted: str, local_rank: int | None = None) -> torch.device:
+    """auto: cuda, then mps, then cpu; UserError for a device that is not there.
+
+    local_rank: the number of this process on its machine, where several share the GPUs.
+    """
     mps = torch.backends.mps.is_available()
     if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+        wanted = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if wanted == "cuda" and local_rank is not None:
+        wanted = f"cuda:{local_rank}"
     if not re.fullmatch(r"cpu|mps|cuda(:\d\d?)?", wanted):
         raise UserError(f"device={wanted}: expected auto, cpu, cuda, cuda:N or mps")
     device = torch.device(wanted)

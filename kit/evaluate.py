@@ -16,11 +16,13 @@ Batch = tuple[np.ndarray, np.ndarray]  # x, y: int64 (B, T), y = -1 where there 
 @torch.no_grad()
 def evaluate(model: GPT, batches: Iterable[Batch], byte_lengths: np.ndarray, separator: int | None,
              autocast: Callable[[], AbstractContextManager],
-             stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+             stop: Callable[[], bool] = lambda: False,
+             add: Callable[..., Iterable[float]] = lambda *sums: sums) -> dict[str, float] | None:
     """{"loss": nats per token, "perplexity", "bpb": bits per byte}, or None when stop() said so.
 
     byte_lengths: (V,) bytes of text behind each token. A separator is no text: its loss counts in
-    loss and perplexity, but not in bits per byte, so that tokenizers can be compared.
+    loss and perplexity, but not in bits per byte, so that tokenizers can be compared. `add` sums
+    over the ranks that share the batches.
     """
     device, was_training = model.wte.weight.device, model.training
     lengths = torch.from_numpy(byte_lengths).to(device)
@@ -43,23 +45,28 @@ def evaluate(model: GPT, batches: Iterable[Batch], byte_lengths: np.ndarray, sep
             n_bytes += int(lengths[y[(y >= 0) & ~is_separator]].sum())
     finally:
         model.train(was_training)
+        if hasattr(model, "reshard"):  # FSDP: backward would do it
+            model.reshard()
+    total, separators, tokens, n_bytes = add(total, separators, tokens, n_bytes)
     return {"loss": total / tokens, "perplexity": math.exp(min(total / tokens, 700)),
             "bpb": (total - separators) / math.log(2) / max(n_bytes, 1)}
 
 
 def eval_batches(split: Any, block_size: int, batch_size: int,
-                 eval_iters: int = 0) -> Iterator[Batch]:
+                 eval_iters: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
     """Fixed windows of a split, (batch_size, block_size), each token a target once.
 
-    eval_iters > 0 takes so many batches, spread evenly over the split, instead of all.
+    eval_iters > 0 takes so many batches, spread evenly over the split, instead of all. Ranks share
+    them; each has as many as the others, so the last of some are without a target.
     """
     windows = split.fixed_windows(block_size)
     if not eval_iters:  # the result is the same for any batch size; small ones would be slow
         batch_size = max(batch_size, 4096 // block_size)
     starts = range(0, windows, batch_size)
     n = min(eval_iters or len(starts), len(starts))
-    for i in (starts[k * len(starts) // n] for k in range(n)):
-        yield split.window(i, min(batch_size, windows - i), block_size)
+    chosen = [starts[k * len(starts) // n] for k in range(n)] + [windows] * (-n % world)
+    for i in chosen[rank::world]:
+        yield split.window(i, min(batch_size, max(1, windows - i)), block_size)
 
 
 def spell_loss(result: dict[str, float]) -> str:

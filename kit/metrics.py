@@ -3,17 +3,24 @@
 import contextlib
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
+from kit.errors import UserError
+from kit.files import replacing, size_of
+from kit.settings import fits
+
 FORMAT = 1
+LONGEST_LINE = 1 << 16  # of a log, in characters
+MOST_ROWS = 20_000  # kept in memory, for the curve
+CURVE = ("format", "step", "loss", "val_loss", "val_bpb")
 
 
 @dataclass
@@ -33,7 +40,26 @@ class Progress:
     elapsed_s: float = 0.0  # over all resumes
     train_s: float = 0.0  # without evaluating and saving
     finished: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)  # by what took them
+    seconds: dict = field(default_factory=dict)  # by what took them
+    mean_norm: float = 0.0  # running mean of the gradient's norm, without what was skipped
+    skipped: int = 0  # updates that were left out as spikes
+    skipped_in_a_row: int = 0
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Progress":
+        """What `asdict` gave, from a checkpoint; an older one may lack some. UserError if odd."""
+        hints = get_type_hints(cls)
+        known = {name: state[name] for name in hints if name in state}
+        seconds = known.get("seconds")
+        odd = [name for name, value in known.items()
+               if not fits(value, hints[name]) or (type(value) in (int, float) and
+                                                   not 0 <= value < 2**63)]
+        if isinstance(seconds, dict) and not all(map(is_number, seconds.values())):
+            odd.append("seconds")
+        if odd := odd or [name for name in ("step", "rows", "tokens") if name not in known]:
+            raise UserError(f"state.json: {odd[0]} is {known.get(odd[0])!r:.50}; this is no state "
+                            "of ours")
+        return cls(**known)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -49,6 +75,33 @@ class Progress:
         parts = (self.seconds | {"other": total - known}).items()
         return ", ".join(f"{what} {s / total:.1%}" for what, s in parts)
 
+    def odd_norm(self, norm: float, limit: float) -> bool:
+        """Whether a gradient's norm is `limit` times the usual one or worse; keeps the count."""
+        seen = self.step - self.skipped
+        finite = math.isfinite(norm)
+        if limit and (not finite or (seen >= 20 and norm > limit * self.mean_norm)):
+            self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+            return True
+        if finite:
+            self.mean_norm += (norm - self.mean_norm) / min(seen + 1, 100)
+        self.skipped_in_a_row = 0
+        return False
+
+    def closing(self, peak_tok_s: float, device_type: str) -> Iterator[str]:
+        """The lines that sum up a run; peak_tok_s: tokens/s if all were one large product."""
+        if self.best_loss is not None:
+            yield (f"best: step {self.best_step:,}, validation loss {self.best_loss:.4f}, "
+                   f"{self.best_bpb:.4f} bits per byte; last {self.val_loss:.4f}, "
+                   f"{self.val_bpb:.4f}")
+        tok_s = self.tokens / max(self.train_s, 1e-9)
+        yield (f"{self.tokens:,} tokens in {spell_time(self.train_s)} of training, "
+               f"{tok_s:,.0f} tokens/s, {tok_s / peak_tok_s:.0%} of what one large product would "
+               "allow (MFU)")
+        if self.skipped:
+            yield f"{self.skipped:,} of {self.step:,} updates were skipped as spikes"
+        yield f"{spell_time(self.elapsed_s)} in all: {self.shares()}"
+        yield f"peak memory {peak_memory(device_type) / 2**20:,.0f} MiB"
+
 
 class Log:
     """log.jsonl, one JSON object a line, the first with the format version.
@@ -57,18 +110,30 @@ class Log:
     """
 
     def __init__(self, path: Path, step: int = 0, last_eval: int = 0):
-        self.path, self.rows = path, [{"format": FORMAT, "step": 0}]
-        if step and path.exists():
-            self.rows += [row for row in read_log(path) if "format" not in row
-                          and row["step"] <= (last_eval if "val_loss" in row else step)]
-        aside = path.with_name(".tmp-" + path.name)
-        aside.write_text("".join(map(to_line, self.rows)), encoding="utf-8")
-        os.replace(aside, path)
+        self.path, self.rows, self.stride, self.seen = path, [], 1, 0
+        old = read_log(path) if step and path.exists() else ()
+        kept = (row for row in old if "format" not in row
+                and row["step"] <= (last_eval if "val_loss" in row else step))
+        with replacing(path) as aside, aside.open("w", encoding="utf-8") as f:
+            for row in chain([{"format": FORMAT, "step": 0}], kept):
+                f.write(to_line(row))
+                self.keep(row)
 
     def write(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
         with self.path.open("a", encoding="utf-8") as f:
             f.write(to_line(row))
+        self.keep(row)
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """Remember what the curve needs of a row; of very many every second one is enough."""
+        self.seen += 1
+        if "val_loss" in row or self.seen % self.stride == 0:
+            self.rows.append({k: v for k, v in row.items() if k in CURVE})
+        if len(self.rows) > MOST_ROWS:
+            self.stride *= 2  # alike over the whole run
+            train = [r for r in self.rows if "val_loss" not in r][::2]
+            val = [r for r in self.rows if "val_loss" in r]
+            self.rows = sorted(train + val, key=lambda r: r["step"])
 
 
 def to_line(row: dict[str, Any]) -> str:
@@ -77,45 +142,20 @@ def to_line(row: dict[str, Any]) -> str:
     return json.dumps(row | odd) + "\n"
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a log; what a crash tore is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    size_of(path)  # a plain file?
+    with path.open(encoding="utf-8", errors="replace") as f:
+        while line := f.readline(LONGEST_LINE):
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and is_number(row.get("step")) and row["step"] >= 0:
+                    yield {k: v for k, v in row.items() if v is None or is_number(v)}
 
 
-class Wandb:
-    """Weights & Biases, if asked for; whatever fails there is one warning and the run goes on."""
-
-    def __init__(self, on: bool, project: str, name: str, config: dict[str, Any],
-                 warn: Callable[[str], None]):
-        self.run, self.warn = None, warn
-        with self.guard():
-            if on:
-                import wandb  # here, because it is slow to import and off by default
-
-                self.run = wandb.init(project=project, name=name, config=config)
-
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as e:  # a logger must not end a run, whatever it raises
-            self.run = None
-            reason = " ".join(f"{type(e).__name__}: {e}".split())
-            self.warn(f"wandb is off from here on, log.jsonl goes on: {reason}")
-
-    def log(self, row: dict[str, Any]) -> None:
-        with self.guard():
-            if self.run:
-                self.run.log(row, step=row["step"])
-
-    def finish(self) -> None:
-        with self.guard():
-            if self.run:
-                self.run.finish()
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a log or state of ours may hold."""
+    return type(value) in (int, float, bool) and abs(value) < 2**63
 
 
 def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -142,9 +182,8 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     ax.grid(alpha=0.3)
     if train or val:
         ax.legend()
-    aside = path.with_name(".tmp-" + path.name)
-    fig.savefig(aside, dpi=120, format="png")
-    os.replace(aside, path)
+    with replacing(path) as aside:
+        fig.savefig(aside, dpi=120, format="png")
 
 
 def running_mean(values: Sequence[float], share: float = 0.02) -> list[float]:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kit.errors import UserError
+from kit.sharding import gathered, like, local
 from model import GPT
 
 
@@ -23,8 +25,11 @@ class Muon(torch.optim.Muon):
     """torch.optim.Muon within its rounding, but matrices of equal shape take a step together.
 
     The update of a matrix is made nearly orthogonal by a few Newton-Schulz iterations
-    (https://kellerjordan.github.io/posts/muon); one batched product beats many small ones.
+    (https://kellerjordan.github.io/posts/muon); one batched product beats many small ones. Where
+    FSDP shards matrices, each rank puts them together and takes its own share of the result.
     """
+
+    dtype = torch.bfloat16  # of the iterations
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -37,26 +42,28 @@ class Muon(torch.optim.Muon):
 
     def step_together(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         """One update of matrices that share their shape, transposed or not."""
-        grads = [p.grad for p in params]
         for state, p in ((self.state[p], p) for p in params):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum_buffer"] for p in params]
+        weights, grads = [local(p) for p in params], [local(p.grad) for p in params]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
+        updates = [gathered(u, p) for u, p in zip(updates, params, strict=True)]
         tall = [u.size(0) > u.size(1) for u in updates]
         a, b, c = group["ns_coefficients"]
         # (matrices, rows, columns), rows <= columns
-        x = torch.stack([(u.mT if t else u).bfloat16() for u, t in zip(updates, tall, strict=True)])
+        x = torch.stack([(u.mT if t else u).to(self.dtype)
+                         for u, t in zip(updates, tall, strict=True)])
         x.div_(x.norm(dim=(1, 2), keepdim=True).clamp_(min=group["eps"]))
         for _ in range(group["ns_steps"]):
             gram = x @ x.mT
             gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, gram, x, beta=a)
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for p, t, u in zip(params, tall, x, strict=True):
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        for p, w, t, u in zip(params, weights, tall, x, strict=True):
             scale = math.sqrt(max(1, p.size(0) / p.size(1)))
-            p.sub_(u.mT if t else u, alpha=group["lr"] * scale)
+            w.sub_(local(like(u.mT if t else u, p)), alpha=group["lr"] * scale)
 
 
 def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
@@ -108,20 +115,37 @@ def set_lr(optimizers: list[Optimizer], step: int, s: Any) -> float:
     return factor
 
 
+STATES = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {p: name for name, p in model.named_parameters()}
+
+
 def optimizer_tensors(optimizers: list[Optimizer], model: nn.Module) -> dict:
     """The optimizers' state as {parameter name.state name: tensor}, whatever groups there are."""
-    names = {p: name for name, p in model.named_parameters()}
+    names = names_of(model)
     return {f"{names[p]}.{key}": value for o in optimizers for p, state in o.state.items()
             for key, value in state.items()}
 
 
 def load_optimizer_tensors(optimizers: list[Optimizer], model: nn.Module,
                            tensors: dict[str, torch.Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave."""
-    parameters = dict(model.named_parameters())
-    owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
-    for key, value in tensors.items():
-        name, _, state = key.rpartition(".")
-        p = parameters[name]
-        device = "cpu" if state == "step" and p.device.type == "mps" else p.device
-        owner[p].state[p][state] = value.to(device)
+    """Put back what `optimizer_tensors` gave; UserError unless each parameter has all of it."""
+    names, expected = names_of(model), {}
+    for o in optimizers:
+        for p in (p for g in o.param_groups for p in g["params"]):
+            expected |= {f"{names[p]}.{key}": (o, p, key) for key in STATES[type(o)]}
+    if not tensors:  # no update was made
+        return
+    if different := expected.keys() ^ tensors.keys():
+        raise UserError(f"the optimizer's state does not fit the model: {min(different)} is "
+                        f"{'missing' if min(different) in expected else 'unknown'}")
+    for key, (o, p, name) in expected.items():
+        value, shape = tensors[key], () if name == "step" else tuple(p.shape)
+        if tuple(value.shape) != shape or value.dtype != torch.float32:
+            raise UserError(f"the optimizer's state does not fit the model: {key} is "
+                            f"{tuple(value.shape)} of {value.dtype}, expected {shape} of float32")
+        on_cpu = name == "step" and p.device.type == "mps"
+        value = value.to("cpu" if on_cpu else p.device)
+        o.state[p][name] = value if name == "step" else like(value, p)

@@ -1,11 +1,10 @@
 """Run folders: where a run lives, who owns it, whether it starts, goes on or is refused."""
 
+import contextlib
 import os
 import shlex
-import shutil
-import signal
 import sys
-import threading
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,118 +12,216 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 from kit import checkpoint
-from kit.settings import CLONE, Loaded, Say, UserError
-from model import GPTConfig
+from kit.device import DTYPES, choose_dtype, name_of
+from kit.distributed import Ranks, say
+from kit.errors import UserError
+from kit.files import hide, read_json, remove
+from kit.finding import WORDS, out_root, same_tokenizer
+from kit.loading import refuse_lie
+from kit.settings import Loaded, Say
 
-WORDS = ("auto", "scratch", "resume")  # any other init_from is a folder with weights
+ABOUT_THE_START = {"init_from", "overwrite", "out_dir", "debug"}  # settings, not of the run itself
+OURS = ("config.json", "log.jsonl", "loss.png", ".lock", "ckpt")  # what a run folder holds
 
 
 class Run(NamedTuple):
     """A run folder that this process owns: the system frees the lock however the process ends."""
 
     path: Path
-    lock: BaseFileLock
-    resume: tuple[Path, dict[str, Any]] | None  # the checkpoint to go on from, and its state
+    lock: BaseFileLock | None  # rank 0 holds it
+    resume: tuple[Path | None, dict[str, Any]] | None  # checkpoint to go on from, and its state
     replaces: bool  # overwrite: the run that is there goes once all else is known to work
 
 
-def out_root() -> Path:
-    """The folder of all runs: out/ in the clone, or $BONSAI_OUT."""
-    return Path(os.environ.get("BONSAI_OUT", CLONE / "out"))
+def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
+          ranks: Ranks) -> tuple[Run, torch.dtype]:
+    """Claim the folder of a run and look at what goes on; with the dtype that it trains in.
+
+    Rank 0 does so, for it alone reads and writes the folder, and tells the others.
+    """
+    s, mine = loaded.settings, []
+
+    def work() -> dict[str, Any]:
+        name = loaded.files[-1].stem if loaded.files else "run"
+        run = claim(s.out_dir, name, s.init_from, s.overwrite, say, ranks.restarts)
+        mine.append(run)
+        wanted = s.dtype
+        if run.resume:
+            check_resume(run, s, fixed, data, say)
+            refuse_lie(s.model_config(data.vocab_size), run.resume[0] / "model.safetensors")
+            wanted = same_dtype(run, s.dtype, device.type)
+        return {"path": str(run.path), "dtype": name_of(choose_dtype(wanted, device)),
+                "state": run.resume and run.resume[1]}
+
+    told = ranks.once(work)
+    resume = (None, told["state"]) if told["state"] else None
+    run = mine[0] if mine else Run(Path(told["path"]), None, resume, False)
+    return run, DTYPES[told["dtype"]]
 
 
 def has_run(path: Path) -> bool:
     return (path / "config.json").exists() or bool(checkpoint.newest_first(path))
 
 
-def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn: Say) -> Run:
+def launch() -> str:
+    """What all starts of one torchrun on this machine share, restarts included."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.getppid()}"
+
+
+def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn: Say,
+          restarts: int = 0) -> Run:
     """Find the folder of this run, lock it and say whether it goes on.
 
     out_dir None: out/<name>, then out/<name>-2 and so on once those are finished.
+    restarts: how often torchrun has started this program again; it goes on with what it began.
     """
     path = free = base = Path(out_dir) if out_dir else out_root() / name
     number = 1
     while not out_dir and has_run(free):
         number += 1
         path, free = free, base.with_name(f"{base.name}-{number}")
+    if restarts and began_here(path):
+        init_from, overwrite = "resume", False
     if overwrite:
         inside = Path(init_from).resolve().is_relative_to(path.resolve())
         if init_from == "resume" or (init_from not in WORDS and inside):
             raise UserError(f"overwrite=True removes the run that init_from={init_from} needs")
-    elif has_run(path):
-        found = checkpoint.newest_complete(path, lambda text: None)  # damage is told of below
-        finished = bool(found and found[1].get("finished"))
-        if init_from not in ("auto", "resume") or (init_from == "auto" and finished):
-            if out_dir:
-                raise UserError(f"{path} holds a run: --overwrite=True replaces it, --init_from="
-                                "resume goes on with it, another --out_dir leaves it alone")
-            path = free
-    elif init_from == "resume":
+        return Run(path, own(path), None, True)
+    there = f"{path} holds a run: --overwrite=True replaces it, --init_from=resume goes on with " \
+            "it, another --out_dir leaves it alone"
+    if init_from not in ("auto", "resume") and has_run(path):
+        if out_dir:
+            raise UserError(there)
+        path = free
+    if init_from == "resume" and not has_run(path):
         raise UserError(f"init_from=resume: {path} holds no run; --init_from=auto starts one")
     lock = own(path)
-    checkpoint.tidy(path)
-    resume = None if overwrite else checkpoint.newest_complete(path, warn)
-    if not overwrite and resume is None and checkpoint.newest_first(path):
+    found = checkpoint.examine(path, warn)
+    if found:
+        checkpoint.settle(path, found[0][1], keep_of(found[0][1]))
+    if found and init_from == "auto" and is_over(path, found[0][1]):
+        lock.release()
+        if out_dir:
+            raise UserError(there)
+        return Run(free, own(free), None, False)
+    if not found and (checkpoint.newest_first(path) or any((path / "ckpt").glob("damaged_*"))):
         raise UserError(f"{path}: no complete checkpoint is left; --overwrite=True starts again")
-    return Run(path, lock, resume, overwrite)
+    refuse_foreign(path, found, warn)
+    return Run(path, lock, found[0] if found else None, False)
+
+
+def keep_of(state: dict[str, Any]) -> int:
+    """How many checkpoints a run keeps, as its newest one says."""
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        return max(1, int(state["run"]["settings"]["keep"]))
+    return 2
+
+
+def is_over(path: Path, state: dict[str, Any]) -> bool:
+    """Whether a run is finished and has said so; one that was killed between is not."""
+    with contextlib.suppress(UserError, OSError):
+        return bool(state.get("finished")) and read_json(path / "config.json").get("over", True)
+    return bool(state.get("finished"))
+
+
+def began_here(path: Path) -> bool:
+    """Whether it was this torchrun that began the run."""
+    try:
+        return read_json(path / "config.json").get("launch") == launch()
+    except (UserError, OSError):
+        return False
 
 
 def own(path: Path) -> BaseFileLock:
-    """Make a folder if need be and lock it; UserError if it is not ours to take."""
-    if path.is_file():
+    """Make a folder if need be, lock it and tidy it; UserError if it is not ours to take."""
+    if path.exists() and not path.is_dir():
         raise UserError(f"out_dir {path} is a file; a folder is needed")
-    if (path / "config.json").exists():
-        checkpoint.read_json(path / "config.json")  # refuses that of another program
+    if os.path.lexists(path / "ckpt") and not (path / "ckpt").is_dir():
+        raise UserError(f"{path / 'ckpt'} is a file; the folder of checkpoints belongs there")
+    for part in (*(path / name for name in OURS), *(path / "ckpt").glob("*")):
+        if part.is_symlink():  # we would write to, or take, what lies elsewhere
+            raise UserError(f"{part} is a link; a run folder holds plain files and folders")
+    refuse_foreign(path, checkpoint.newest_first(path))
     path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(f"{path} is in use by another process; give another --out_dir") from None
+    checkpoint.tidy(path)
     return lock
+
+
+def refuse_foreign(path: Path, found: list, warn: Say = lambda text: None) -> None:
+    """UserError for the config.json of another program; that of a run is in its checkpoints too."""
+    try:
+        if (path / "config.json").exists():
+            read_json(path / "config.json")
+    except UserError as e:
+        if not found:
+            raise
+        warn(f"{e}; written anew from the checkpoint")
 
 
 def clear(path: Path) -> None:
     """Remove a run's files and nothing else from its folder."""
-    for folder in checkpoint.newest_first(path):
-        shutil.rmtree(checkpoint.hide(folder))
+    for folder in (*checkpoint.newest_first(path), *(path / "ckpt").glob("damaged_*")):
+        remove(hide(folder))
     for name in ("config.json", "log.jsonl", "loss.png", "ckpt/best.json", "ckpt/latest.json"):
         (path / name).unlink(missing_ok=True)
 
 
-def check_resume(run: Run, settings: dict[str, Any], fixed: set[str], data: Any, say: Say) -> None:
+def config_of(run: Run) -> dict[str, Any]:
+    """What config.json says of the run that goes on; the checkpoint has a copy."""
+    state = run.resume[1]
+    saved = state["run"] if "run" in state else read_json(run.path / "config.json")
+    settings = saved.get("settings") if isinstance(saved, dict) else None
+    sound = isinstance(settings, dict) and "dataset" in settings
+    sound = sound and str(saved.get("dtype")) in DTYPES
+    if not sound or not all(isinstance(saved.get(n), str) for n in ("device", "dataset_hash")):
+        raise UserError(f"{run.path}: what its checkpoint says of the run's settings is not ours")
+    return saved
+
+
+def check_resume(run: Run, settings: Any, fixed: set[str], data: Any, say: Say) -> None:
     """Before going on: refuse a change of `fixed` settings or of the tokenizer, say all others."""
     folder, state = run.resume
-    saved = checkpoint.read_json(run.path / "config.json")
-    before = saved["settings"]
-    about_the_start = {"init_from", "overwrite", "out_dir", "debug"}
-    for name in sorted((before.keys() & settings.keys()) - about_the_start):
-        old, new = before[name], settings[name]
+    saved = config_of(run)
+    before, now = saved["settings"], asdict(settings)
+    defaults = {f.name: f.default for f in fields(settings)}
+    for name in sorted((before.keys() | now.keys()) - ABOUT_THE_START):
+        old, new = before.get(name, defaults.get(name)), now.get(name, "no longer a setting")
         if old != new and name in fixed:
             raise UserError(f"{run.path} cannot change from {name}={old} to {name}={new}; "
                             "take another --out_dir, or --overwrite=True")
         if old != new:
             say(f"changed since the run began: {name} from {old} to {new}")
     same_tokenizer(folder, data.tokenizer)
-    if saved["dataset_hash"] != data.hash and before["dataset"] == settings["dataset"]:
-        say(f"changed since the run began: the contents of dataset {settings['dataset']}")
-    if state["threads"] != (now := torch.get_num_threads()):
-        say(f"note: {state['threads']} threads before, {now} now: the last bits will differ")
-
-
-def same_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """UserError unless the checkpoint was trained with this tokenizer."""
-    theirs = checkpoint.read_json(folder / "tokenizer.json")
-    if theirs.get("hash") != tokenizer.hash:
-        raise UserError(f"{folder} was trained with tokenizer {theirs.get('spec')}, the data set "
-                        f"has another, {tokenizer.spec}; prepare it with that one: python -m "
-                        f"data.prepare SOURCE --name=NAME --tokenizer={folder / 'tokenizer.json'}")
+    if saved["dataset_hash"] != data.hash and before["dataset"] == now["dataset"]:
+        say(f"changed since the run began: the contents of dataset {now['dataset']}")
+    if state.get("threads") != (threads := torch.get_num_threads()):
+        say(f"note: {state.get('threads')} threads before, {threads} now: the last bits will "
+            "differ")
 
 
 def same_dtype(run: Run, wanted: str, device_type: str) -> str:
     """dtype=auto stays what it was, though a trial might choose otherwise today."""
-    saved = checkpoint.read_json(run.path / "config.json")
+    saved = config_of(run)
     return saved["dtype"] if wanted == "auto" and saved["device"] == device_type else wanted
+
+
+def settings_of(s: Any) -> dict[str, Any] | None:
+    """The settings of the run that out_dir names, if it is to go on; for want of a config file."""
+    if not s.out_dir or s.overwrite or s.init_from not in ("auto", "resume"):
+        return None
+    for file in (Path(s.out_dir) / "config.json",
+                 *(f / "state.json" for f in checkpoint.newest_first(Path(s.out_dir)))):
+        with contextlib.suppress(
+                UserError, OSError, LookupError, TypeError, AttributeError):
+            saved = read_json(file)
+            settings = saved.get("run", saved)["settings"]
+            return {n: v for n, v in settings.items() if n not in ABOUT_THE_START}
+    return None
 
 
 def command_to_go_on(loaded: Loaded, path: Path) -> str:
@@ -136,83 +233,3 @@ def command_to_go_on(loaded: Loaded, path: Path) -> str:
         flags = [f"--out_dir={path}", "--init_from=resume", "--overwrite=False",
                  *(f for f in flags if not f.startswith(others))]
     return shlex.join(["python", sys.argv[0], *map(str, loaded.files), *flags])
-
-
-class Interrupt:
-    """Inside `with`, Ctrl-C and SIGTERM only set `signal`; a second one leaves at once."""
-
-    signal: int | None = None
-
-    def __enter__(self) -> "Interrupt":
-        on_main = threading.current_thread() is threading.main_thread()  # else Python forbids it
-        numbers = (signal.SIGINT, signal.SIGTERM) if on_main else ()
-        self.before = {n: signal.signal(n, self.handle) for n in numbers}
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def handle(self, number: int, frame: Any) -> None:
-        if self.signal:
-            os._exit(128 + number)
-        self.signal = number
-
-
-def find_source(init_from: str) -> Path | None:
-    """The checkpoint whose weights a new run starts from; None for auto, scratch and resume."""
-    if init_from in WORDS:
-        return None
-    if not Path(init_from).is_dir():
-        raise UserError(f"init_from={init_from}: expected auto, scratch, resume, or a folder of "
-                        "weights: a run or a checkpoint")
-    folder = find_checkpoint(Path(init_from))
-    checkpoint.check(folder, checkpoint.WEIGHTS)
-    return folder
-
-
-def adopt_architecture(settings: Any, config: GPTConfig, given: set[str], source: Path) -> None:
-    """A run from weights has their architecture; UserError where a `given` setting is another."""
-    for name in sorted(vars(config).keys() - {"vocab_size", "dropout"}):
-        ours, theirs = getattr(settings, name), getattr(config, name)
-        if name in given and ours != theirs:
-            raise UserError(f"{name}={ours}, but the weights of {source} have {name}={theirs}; "
-                            f"drop {name} to take theirs")
-        setattr(settings, name, theirs)
-
-
-def remember(path: Path) -> None:
-    """Make this the newest run, the one that sample.py takes."""
-    out_root().mkdir(parents=True, exist_ok=True)
-    checkpoint.write_json(out_root() / "latest.json", {"path": str(path.resolve())})
-
-
-def find_run(out_dir: str | None) -> Path:
-    """The run folder given, or the newest."""
-    pointer = out_root() / "latest.json"
-    if not out_dir and not pointer.exists():
-        raise UserError("no run yet: `python train.py config/small.py` makes one, "
-                        "or name its folder with --out_dir=")
-    path = Path(out_dir or str(checkpoint.read_json(pointer).get("path")))
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder; name that of a run with --out_dir=")
-    return path
-
-
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """Of a run: the step asked for, else the best, else the newest. A checkpoint is itself."""
-    found, best = checkpoint.newest_first(path), path / "ckpt" / "best.json"
-    if step is not None:
-        found = [p for p in found if checkpoint.step_of(p) == step]
-    elif (path / "model.safetensors").exists():
-        return path
-    elif best.exists():
-        name = checkpoint.pointed(path, "best")
-        if not name:
-            raise UserError(f"{best}: damaged, or its checkpoint is gone; take one with --step=")
-        return path / "ckpt" / name
-    if not found:
-        steps = [str(checkpoint.step_of(p)) for p in checkpoint.newest_first(path)[::-1]]
-        asked = "" if step is None else f" for --step={step}"
-        raise UserError(f"{path}: no checkpoint{asked}; steps there: {', '.join(steps) or 'none'}")
-    return found[0]

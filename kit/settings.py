@@ -15,47 +15,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from kit.errors import UserError
+
 CLONE = Path(__file__).resolve().parent.parent
 Say = Callable[[str], None]  # what a warning or a line of progress is given to
-
-
-class UserError(Exception):
-    """A person's mistake, in a line: what was given, what was expected, what to do."""
-
-    def __str__(self) -> str:
-        return "\\n".join(super().__str__().splitlines())  # a line, whatever it quotes
-
-
-def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...]) -> None:
-    """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
-    script, *argv = sys.argv
-    debug = bool({"--debug", "--debug=True"} & set(argv))
-    for stream in (sys.stdout, sys.stderr):  # a console may lack letters that a model writes
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        code = main([a for a in argv if a != "--debug"]) or 0
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe has gone, as in `sample.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except KeyboardInterrupt:
-        print(f"{Path(script).name}: interrupted", file=sys.stderr)
-        code = 130
-    except (UserError, OSError, *mistakes) as e:
-        if debug:
-            raise
-        text = f"{e.strerror}: {e.filename}" if getattr(e, "filename", None) else str(e)
-        print(f"{Path(script).name}: {text}", file=sys.stderr)
-        code = 2
-    except (MemoryError, RuntimeError) as e:
-        full = isinstance(e, MemoryError) or "can't allocate memory" in str(e)
-        if debug or not (full or type(e).__name__ == "OutOfMemoryError"):
-            raise
-        print(f"{Path(script).name}: out of memory; a smaller batch_size (with more "
-              "gradient_accumulation_steps), block_size or model needs less", file=sys.stderr)
-        code = 2
-    sys.exit(code)
 
 
 class Loaded(NamedTuple):
@@ -67,18 +30,27 @@ class Loaded(NamedTuple):
     given: set[str]  # names that a file or a flag set; all others are defaults
 
 
-def load(cls: type, argv: list[str], default_config: str | None = None) -> Loaded:
-    """Fill the dataclass `cls`; its check(), if any, refuses values that fight each other."""
+def load(cls: type, argv: list[str], default_config: str | None = None,
+         saved: Callable[[Any], dict | None] = lambda flags: None) -> Loaded:
+    """Fill the dataclass `cls`; its check(), if any, refuses values that fight each other.
+
+    Without a config file they start from what `saved` gives for the flags, or default_config.
+    """
     hints = get_type_hints(cls)
     files, flags = split_arguments(argv, hints)
+    base: dict[str, Any] = {}
     if not files and default_config and not {"--help", "-h"} & set(flags):
-        print(f"no config file given: taking {default_config}", file=sys.stderr)
-        files = [default_config]
+        before = saved(parse_flags(cls(), flags, hints)) or {}
+        base = {n: v for n, v in before.items() if n in hints and fits(v, hints[n])}
+        files = [] if base else [default_config]
+        if os.environ.get("RANK", "0") == "0":
+            taken = "the settings that the run had" if base else default_config
+            print(f"no config file given: taking {taken}", file=sys.stderr)
     paths = [find_config(f) for f in files]
     values: dict[str, Any] = {}
     for path in paths:
         values |= read_config(path, {name: hints[name] for name in hints if name != "debug"})
-    settings = parse_flags(cls(**values), flags, hints)
+    settings = parse_flags(cls(**base | values), flags, hints)
     if hasattr(settings, "check"):
         settings.check()
     return Loaded(settings, paths, flags, set(values) | {f[2:].partition("=")[0] for f in flags})
@@ -109,6 +81,8 @@ def find_config(name: str) -> Path:
 
 def read_config(path: Path, hints: dict[str, Any]) -> dict[str, Any]:
     """The values of a config file, each of the type of its setting."""
+    if path.stat().st_size > 1 << 20:
+        raise UserError(f"{path}: larger than 1 MiB, so no config file")
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows' editors write a mark first
         body = ast.parse(text).body

@@ -21,13 +21,17 @@ DOORS = {  # room -> what of ours it may import
 }
 BUDGET = {"model.py": 400, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
-    ("model", "train", "sample"): 810,
-    ("data",): 2050,
-    ("kit",): 1080,
+    ("model", "train", "sample"): 815,
+    ("data",): 2065,
+    ("kit",): 1900,
 }
-KIT_DOORS = {  # parts of kit/ that are built from another one
-    ("checkpoint", "settings"), ("device", "settings"), ("runs", "settings"),
-    ("runs", "checkpoint"),
+KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
+    "metrics": {"files", "settings"}, "optimizer": {"sharding"},
+    "distributed": {"rendezvous", "sharding"},
+    "checkpoint": {"files", "settings"}, "loading": {"checkpoint", "files", "settings"},
+    "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
+    "runs": {"checkpoint", "device", "distributed", "files", "finding", "loading", "settings"},
+    "report": {"checkpoint", "device", "distributed", "files", "metrics", "runs", "sampling"},
 }
 
 
@@ -71,7 +75,8 @@ def test_parts_of_kit_stand_alone():
             if name.startswith("kit."):
                 parts = name.split(".")
                 other = parts[1] if (CLONE / "kit" / f"{parts[1]}.py").exists() else None
-                assert other is None or (path.stem, other) in KIT_DOORS, f"{path.stem} -> {other}"
+                allowed = KIT_DOORS.get(path.stem, set()) | {"errors"}
+                assert other is None or other in allowed, f"{path.stem} -> {other}"
 
 
 def test_three_scripts_at_the_root():

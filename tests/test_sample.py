@@ -8,9 +8,17 @@ import torch
 
 import sample
 from data.tokenizer import from_json
-from kit import checkpoint, runs
-from kit.settings import UserError
+from kit import checkpoint, loading
+from kit.errors import UserError
+from kit.files import read_json
+from kit.finding import find_checkpoint, remember
 from model import GPT, GPTConfig
+
+
+def save(path, model, tokenizer_json, state):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    path.mkdir(parents=True, exist_ok=True)
+    checkpoint.save(path, model.config, weights, {}, tokenizer_json, state, 5)
 
 
 def make_run(path, tokenizer_json, vocab_size, *, steps=(10, 20), best=10, favourite=None):
@@ -28,10 +36,10 @@ def make_run(path, tokenizer_json, vocab_size, *, steps=(10, 20), best=10, favou
                 following = zip(favourite, [*favourite[1:], favourite[0]], strict=True)
                 for i, (a, b) in enumerate(following):
                     model.wte.weight[a, i] = model.lm_head.weight[b, i] = 1
-        state = {"step": step, "val_loss": 1.0, "val_bpb": 1.25, "finished": True,
-                 "best_step": best}
-        checkpoint.save(path, model, {}, tokenizer_json, state, keep=5, is_best=step == best)
-    runs.remember(path)
+        state = {"step": step, "rows": 0, "tokens": 0, "val_loss": 1.0, "val_bpb": 1.25,
+                 "finished": True, "best_step": best}
+        save(path, model, tokenizer_json, state)
+    remember(path)
     return path
 
 
@@ -135,8 +143,8 @@ def test_a_char_model_names_what_it_cannot_read(tmp_path, capfd):
 
 
 def test_the_tokenizer_comes_from_the_checkpoint(run, capfd):
-    folder = runs.find_checkpoint(run)
-    tokenizer = from_json(checkpoint.read_json(folder / "tokenizer.json"))
+    folder = find_checkpoint(run)
+    tokenizer = from_json(read_json(folder / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode("é🌳")) == "é🌳"
 
 
@@ -159,11 +167,11 @@ def test_without_any_run_it_says_how_to_make_one(capfd):
 
 def test_a_model_with_broken_weights_says_so(tmp_path, byte_tokenizer, capfd):
     path = make_run(tmp_path / "nan", byte_tokenizer.to_json(), 257, steps=(1,), best=1)
-    model = GPT(checkpoint.load_config(runs.find_checkpoint(path)))
+    model = GPT(loading.load_config(find_checkpoint(path)))
     with torch.no_grad():
         model.wte.weight.fill_(float("nan"))
-    checkpoint.save(path, model, {}, byte_tokenizer.to_json(),
-                    {"step": 2, "val_loss": None, "finished": False}, keep=5, is_best=True)
+    save(path, model, byte_tokenizer.to_json(),
+         {"step": 2, "rows": 0, "tokens": 0, "best_step": 2, "val_loss": None, "finished": False})
     with pytest.raises(FloatingPointError, match="not finite"):
         write(capfd)
     done = subprocess.run([sys.executable, sample.__file__, f"--out_dir={path}"],

@@ -1,9 +1,16 @@
 """train.py as its user meets it: a run from text to checkpoint, stopping, going on, refusing."""
 
+import gc
 import json
 import math
+import os
+import random
 import signal
+import sys
+import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +19,8 @@ import torch
 import train
 from data.shards import Split
 from kit import checkpoint
-from kit.settings import UserError
+from kit.errors import UserError
+from kit.errors import run as cli
 
 GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
 CONFIG = """
@@ -99,7 +107,12 @@ def test_a_run_leaves_what_it_promises(run, capsys):
     there = {p.name for p in (path / "ckpt").iterdir()}
     assert there == {"step_000020", "step_000025", "best.json", "latest.json"}
     config = json.loads((path / "config.json").read_text())
-    assert config["format"] == 1 and config["settings"]["n_embd"] == 32
+    assert config["format"] == 2 and config["settings"]["n_embd"] == 32
+    state = json.loads((path / "ckpt" / "step_000025" / "state.json").read_text())
+    assert config["over"] is True and state["run"]["over"] is False  # nobody knew it then
+    both = ({k: v for k, v in about.items() if k not in ("format", "seal", "over")}
+            for about in (config, state["run"]))
+    assert next(both) == next(both)
     out = capsys.readouterr().out
     for words in ("device: cpu", "parameters", "4 rows x 16 tokens x 1 micro-steps", "epochs",
                   "training left", "bits per byte", "tokens/s", "peak memory", "loss.png",
@@ -265,11 +278,11 @@ def test_a_crash_between_saves_repeats_the_updates_and_mends_the_log(run, monkey
         if self.progress.step == 15:
             with (self.path / "log.jsonl").open("a") as f:
                 f.write('{"step": 16, "lo')  # torn
-            raise MemoryError
+            raise RuntimeError("a fault of ours")
         return real(self)
 
     monkeypatch.setattr(train.Trainer, "update", crash)
-    with pytest.raises(MemoryError):
+    with pytest.raises(RuntimeError, match="a fault of ours"):
         run(out="parts")
     monkeypatch.setattr(train.Trainer, "update", real)
     _, path = run(out="parts")
@@ -337,7 +350,8 @@ def test_another_tokenizer_cannot_take_over_a_run(run, monkeypatch):
 def test_a_finished_run_in_a_defaulted_folder_gets_a_sibling(run, tmp_path, capsys):
     run(out=None)
     run(out=None)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"test", "test-2", "latest.json"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} - {".lock"} == {
+        "test", "test-2", "latest.json"}
     latest = json.loads((tmp_path / "out" / "latest.json").read_text())["path"]
     assert Path(latest).name == "test-2"
 
@@ -392,16 +406,16 @@ def test_weights_that_are_not_finite_are_not_saved(run, monkeypatch):
 
 def test_interrupted_before_the_first_update(run, monkeypatch):
     _, whole = run(out="whole")
-    init = train.runs.Interrupt.__init__
+    init = train.Interrupt.__init__
 
     def interrupted(self):
         init(self)
         self.signal = signal.SIGINT
 
-    monkeypatch.setattr(train.runs.Interrupt, "__init__", interrupted)
+    monkeypatch.setattr(train.Interrupt, "__init__", interrupted)
     code, path = run(out="parts")
     assert code == 130 and checkpoint.pointed(path, "latest") == "step_000000"
-    monkeypatch.setattr(train.runs.Interrupt, "__init__", init)
+    monkeypatch.setattr(train.Interrupt, "__init__", init)
     run(out="parts")
     assert weights(whole) == weights(path)
 
@@ -433,6 +447,371 @@ def test_a_new_run_from_weights(run, capsys):
 def test_resume_without_a_run_is_refused(run):
     with pytest.raises(UserError, match="holds no run"):
         run("--init_from=resume")
+
+
+# ----------------------------------------------------------------------------------- mishaps
+
+
+def at_update(monkeypatch, step: int, what):
+    """what(trainer) is done before update `step` (1 is the first); the call undoes it."""
+    real = train.Trainer.update
+
+    def update(self):
+        if self.progress.step + 1 == step:
+            self.writer.wait()
+            what(self)
+        return real(self)
+
+    monkeypatch.setattr(train.Trainer, "update", update)
+    return lambda: monkeypatch.setattr(train.Trainer, "update", real)
+
+
+def ends_in_a_line(run, monkeypatch, capfd, *flags: str) -> str:
+    """The run through kit.settings.run: exit code 2, and the one line of it."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit) as stop:
+        cli(lambda argv: run(*flags)[0], (train.DataError,))
+    stop.value.__context__ = None
+    gc.collect()  # the lock goes with the last that knows the run
+    error = capfd.readouterr().err
+    assert stop.value.code == 2 and "Traceback" not in error
+    lines = [line for line in error.splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 1 and error.rstrip().endswith(lines[0])
+    return lines[0]
+
+
+def mended_and_whole(run, path: Path) -> None:
+    """The same command goes on, and all is as if nothing had happened."""
+    _, whole = run(out="whole")
+    assert run()[0] == 0
+    assert weights(whole) == weights(path) and timeless(log(whole)) == timeless(log(path))
+    assert not [*path.rglob(".tmp-*")]
+
+
+def full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["log", "weights", "fsync", "curve"])
+def test_a_full_disk_is_a_line_and_loses_nothing(run, tmp_path, monkeypatch, capfd, where):
+    """In the 13th update, after a checkpoint at 10, or where the 20th is saved."""
+    path = tmp_path / "run"
+
+    def half(log, row):  # of the line still found room
+        with log.path.open("a") as f:
+            f.write(json.dumps(row)[:9])
+        full()
+
+    target, what = {"log": ("kit.metrics.Log.write", half), "fsync": ("os.fsync", full),
+                    "weights": ("kit.checkpoint.save_file", full),
+                    "curve": ("matplotlib.figure.Figure.savefig", full)}[where]
+    with monkeypatch.context() as patch:
+        at_update(patch, 13, lambda trainer: patch.setattr(target, what))
+        line = ends_in_a_line(run, patch, capfd)
+    good = 20 if where == "curve" else 10
+    assert "No space left on device" in line
+    assert f"the last good checkpoint is {path / 'ckpt' / f'step_0000{good}'}" in line
+    assert checkpoint.check(path / "ckpt" / f"step_0000{good}")
+    assert not [*path.rglob(".tmp-*")]
+    if where != "curve":
+        mended_and_whole(run, path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="RLIMIT_FSIZE")
+def test_a_disk_that_is_really_full_is_a_line_and_loses_nothing(run, tmp_path, monkeypatch, capfd):
+    """No file may become longer than the log is: what the system and safetensors really say."""
+    import resource
+
+    path = tmp_path / "run"
+    monkeypatch.setattr("kit.report.draw_loss", lambda *args: None)  # it would fail first
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    go_on = at_update(monkeypatch, 13, lambda trainer: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (20_000, hard)))
+    try:
+        line = ends_in_a_line(run, monkeypatch, capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "too large" in line and f"{path / 'ckpt' / 'step_000010'}" in line
+    go_on()
+    mended_and_whole(run, path)
+
+
+def test_a_folder_that_vanishes_is_a_line(run, tmp_path, monkeypatch, capfd):
+    path = tmp_path / "run"
+    go_on = at_update(monkeypatch, 13, lambda trainer: path.rename(tmp_path / "elsewhere"))
+    line = ends_in_a_line(run, monkeypatch, capfd)
+    assert str(path / "log.jsonl") in line and "No such file" in line
+    assert not path.exists()  # and no half of a run is begun there
+    go_on()
+    (tmp_path / "elsewhere").rename(path)
+    mended_and_whole(run, path)
+
+
+@pytest.mark.parametrize("error", [(13, "Permission denied"), (30, "Read-only file system")])
+def test_a_folder_that_becomes_read_only_is_a_line(run, tmp_path, monkeypatch, capfd, error):
+    path, real = tmp_path / "run", Path.open
+
+    def deny(self, mode="r", *args, **kwargs):
+        if mode in ("w", "a") and path in self.parents:
+            raise OSError(*error, str(self))
+        return real(self, mode, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        at_update(patch, 13, lambda trainer: patch.setattr(Path, "open", deny))
+        line = ends_in_a_line(run, patch, capfd)
+        assert error[1] in line and str(path / "log.jsonl") in line
+        assert str(path / "ckpt" / "step_000010") in line
+    mended_and_whole(run, path)
+
+
+def test_an_empty_folder_in_place_of_a_pointer_is_named_and_replaced(run, monkeypatch, capsys):
+    go_on = stop_at(monkeypatch, 13)
+    _, path = run()
+    go_on()
+    (path / "ckpt" / "latest.json").unlink()
+    (path / "ckpt" / "latest.json").mkdir()
+    mended_and_whole(run, path)
+    assert f"{path / 'ckpt' / 'latest.json'}: damaged" in capsys.readouterr().out
+    assert checkpoint.pointed(path, "latest") == "step_000020"
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "loss.png", "config.json", "ckpt"])
+def test_a_folder_where_a_file_belongs_is_a_line(run, tmp_path, monkeypatch, capfd, name):
+    path = tmp_path / "run"
+    go_on = stop_at(monkeypatch, 13)
+    run()
+    go_on()
+    wrong = path / name
+    aside = tmp_path / "aside"
+    wrong.rename(aside) if wrong.exists() else None
+    wrong.write_text("mine") if name == "ckpt" else wrong.mkdir()
+    line = ends_in_a_line(run, monkeypatch, capfd)
+    assert name in line
+    assert wrong.read_text() == "mine" if name == "ckpt" else wrong.is_dir()
+    wrong.unlink() if name == "ckpt" else wrong.rmdir()
+    if aside.exists():
+        aside.rename(wrong)
+    if name == "loss.png":  # all else was done
+        assert checkpoint.check(path / "ckpt" / "step_000020")["finished"]
+    else:
+        mended_and_whole(run, path)
+
+
+@pytest.mark.parametrize("error, words", [
+    (MemoryError, ""), (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2 GiB"),
+    (RuntimeError, "DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize("step", [1, 13])
+def test_too_little_memory_is_a_line_that_says_what_to_set(run, tmp_path, monkeypatch, capfd, error,
+                                                          words, step):
+    def fail(trainer):
+        raise error(words)
+
+    go_on = at_update(monkeypatch, step, fail)
+    line = ends_in_a_line(run, monkeypatch, capfd, "--gradient_accumulation_steps=3")
+    assert "out of memory with batch_size=4 and gradient_accumulation_steps=3" in line
+    assert "--batch_size=2 --gradient_accumulation_steps=6" in line
+    assert ("step_000010" if step == 13 else "no checkpoint yet") in line
+    go_on()
+    code, path = run("--batch_size=2", "--gradient_accumulation_steps=6")  # as it says
+    _, whole = run("--gradient_accumulation_steps=3", out="whole")
+    assert code == 0 and losses(path) == pytest.approx(losses(whole), abs=1e-4)
+
+
+def test_saving_is_a_snapshot_that_training_does_not_wait_for(run, tmp_path, monkeypatch):
+    """A writer that begins to write only when more updates were made still writes the old state."""
+    _, whole = run("--keep=9", "--optimizer=muon", "--max_iters=25", out="whole")
+    real_save, real_update = checkpoint.save, train.Trainer.update
+    step, late = [0], []
+
+    def slow(path, config, weights, optimizer, tokenizer, state, *rest):
+        end = time.monotonic() + 20
+        while step[0] < min(25, state["step"] + 3) and time.monotonic() < end:
+            time.sleep(0.001)
+        late.append(step[0] - state["step"])
+        return real_save(path, config, weights, optimizer, tokenizer, state, *rest)
+
+    def update(self):
+        row = real_update(self)
+        step[0] = row["step"]
+        return row
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(train.Trainer, "update", update)
+    code, path = run("--keep=9", "--optimizer=muon", "--max_iters=25", out="slow")
+    assert code == 0 and late[:2] == [3, 3] and len(late) == 3
+    for folder in checkpoint.newest_first(whole):
+        n = checkpoint.step_of(folder)
+        assert weights(whole, n) == weights(path, n)
+        a, b = (checkpoint.check(p / "ckpt" / folder.name) for p in (whole, path))
+        moving = ("elapsed_s", "train_s", "seconds", "run", "seal")
+        assert {k: v for k, v in a.items() if k not in moving} == {
+            k: v for k, v in b.items() if k not in moving}
+    assert timeless(log(whole)) == timeless(log(path))
+
+
+def test_a_save_that_fails_is_heard_of_before_the_next_one(run, monkeypatch):
+    monkeypatch.setattr("kit.checkpoint.save_file", full)
+    with pytest.raises(UserError, match="No space.*there is no checkpoint yet"):
+        run("--eval_interval=2", "--max_iters=500")
+    monkeypatch.undo()
+
+
+def test_a_clock_that_jumps_changes_nothing(run, monkeypatch):
+    """By hours, back and forth, as when a laptop wakes up."""
+    _, whole = run("--dropout=0.1", out="whole")
+    now, hours = [1e9], random.Random(0)
+
+    def jump() -> float:
+        now[0] += 3600 * hours.uniform(-50, 50)
+        return now[0]
+
+    monkeypatch.setattr(time, "time", jump)
+    monkeypatch.setattr(time, "time_ns", lambda: int(jump() * 1e9))
+    go_on = stop_at(monkeypatch, 12)
+    run("--dropout=0.1")
+    go_on()
+    code, path = run("--dropout=0.1")
+    assert code == 0
+    assert weights(whole) == weights(path) and timeless(log(whole)) == timeless(log(path))
+    elapsed = [r["elapsed_s"] for r in log(path)[1:]]
+    assert elapsed == sorted(elapsed) and 0 < elapsed[0] and elapsed[-1] < 300
+    assert all(0 <= r["train_s"] <= r["elapsed_s"] for r in log(path)[1:])
+
+
+def test_a_damaged_config_json_is_written_anew_and_the_run_goes_on(run, monkeypatch, capsys):
+    _, whole = run(out="whole")
+    go_on = stop_at(monkeypatch, 12)
+    _, path = run()
+    go_on()
+    config = path / "config.json"
+    data = config.read_text()
+    config.write_text(data.replace('"batch_size": 4', '"batch_size": 5'))
+    capsys.readouterr()
+    assert run()[0] == 0
+    said = capsys.readouterr().out
+    assert f"{config}: damaged" in said and "changed since" not in said
+    assert weights(whole) == weights(path) and timeless(log(whole)) == timeless(log(path))
+    assert config.read_text().splitlines()[:-4] == data.splitlines()[:-4]  # "over" and the seal
+
+
+def test_wandb_that_fails_in_the_middle_changes_nothing(run, monkeypatch, capsys):
+    rows = []
+
+    def log_row(row, step):
+        rows.append(row)
+        if len(rows) == 7:
+            raise ConnectionError("no network")
+
+    fake = SimpleNamespace(log=log_row, finish=lambda: None, id="kept")
+    asked = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
+        init=lambda **kwargs: asked.append(kwargs) or fake, login=lambda **kwargs: True,
+        api=SimpleNamespace(api_key="x")))
+    _, whole = run(out="whole")
+    go_on = stop_at(monkeypatch, 10)
+    _, path = run("--wandb_log=True", "--wandb_project=p")
+    go_on()
+    assert capsys.readouterr().out.count("wandb is off") == 1 and len(rows) == 7
+    assert run("--wandb_log=True", "--wandb_project=p")[0] == 0
+    assert [k["id"] for k in asked] == [None, "kept"] and asked[0]["project"] == "p"
+    assert len(rows) == 7 + 12
+    assert weights(whole) == weights(path) and timeless(log(whole)) == timeless(log(path))
+
+
+# ------------------------------------------------------------------------------------- spikes
+
+
+def poison(monkeypatch, steps, scale: float = math.nan):
+    """The loss of these updates is multiplied."""
+    real = train.GPT.forward
+
+    def forward(self, idx, targets=None, *args, **kwargs):
+        out = real(self, idx, targets, *args, **kwargs)
+        if targets is not None and self.training and trainer[-1]().progress.step + 1 in steps:
+            return out[0] * scale, out[1]
+        return out
+
+    trainer, init = [], train.Trainer.__init__
+
+    def remember(self, *args):
+        trainer.append(weakref.ref(self))  # or we would hold the lock of its run
+        init(self, *args)
+
+    monkeypatch.setattr(train.Trainer, "__init__", remember)
+    monkeypatch.setattr(train.GPT, "forward", forward)
+
+
+def watch(monkeypatch) -> list[tuple[dict, bool]]:
+    """(row, whether the weights moved) of each update."""
+    real, seen = train.Trainer.update, []
+
+    def update(self):
+        before = [w.detach().clone() for w in self.model.parameters()]
+        row = real(self)
+        moved = any(not torch.equal(a, b) for a, b in zip(before, self.model.parameters(),
+                                                          strict=True))
+        seen.append((row, moved))
+        return row
+
+    monkeypatch.setattr(train.Trainer, "update", update)
+    return seen
+
+
+def test_without_being_asked_a_loss_that_is_nan_stops(run, monkeypatch):
+    poison(monkeypatch, {13})
+    with pytest.raises(UserError, match=r"step 13: the loss is nan.*step_000010.*skip_spikes=10"):
+        run()
+
+
+@pytest.mark.parametrize("flag", ["--skip_spikes=10", "--skip_spikes=inf"])
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
+def test_when_asked_it_skips_what_is_not_finite(run, monkeypatch, capsys, flag, scale):
+    poison(monkeypatch, {1, 13, 14}, scale)
+    seen = watch(monkeypatch)
+    code, path = run(flag)
+    assert code == 0
+    assert [row["step"] for row, moved in seen if not moved] == [1, 13, 14]
+    assert [r["step"] for r in log(path) if r.get("skipped")] == [1, 13, 14]
+    assert all(r["skipped"] is True and r["loss"] is None for r in log(path) if "skipped" in r)
+    assert all(math.isfinite(r["loss"]) for r in log(path) if "loss" in r and "skipped" not in r)
+    said = capsys.readouterr().out
+    assert said.count(": skipped, the loss is") == 3
+    assert "3 of 20 updates were skipped" in said
+    assert checkpoint.check(path / "ckpt" / "step_000020")["skipped"] == 3
+
+
+@pytest.mark.parametrize("flag, skipped", [("--skip_spikes=10", [25]), ("--skip_spikes=0", []),
+                                           ("--skip_spikes=inf", [])])
+def test_a_gradient_far_above_the_usual_is_skipped_only_late_and_when_asked(run, monkeypatch, flag,
+                                                                           skipped):
+    poison(monkeypatch, {12, 25}, 1000.0)
+    seen = watch(monkeypatch)
+    _, path = run("--max_iters=30", flag)
+    assert [row["step"] for row, moved in seen if not moved] == skipped
+    assert [r["step"] for r in log(path) if r.get("skipped")] == skipped
+
+
+def test_twenty_in_a_row_stop(run, monkeypatch):
+    poison(monkeypatch, {*range(3, 20), *range(21, 99)})
+    with pytest.raises(UserError, match=r"step 40: 20 updates in a row were skipped.*step_000030"):
+        run("--max_iters=60", "--skip_spikes=inf")
+
+
+@pytest.mark.parametrize("flags", [[], ["--optimizer=muon", "--gradient_accumulation_steps=2"]])
+def test_a_run_that_goes_on_skips_the_same_updates(run, monkeypatch, flags):
+    flags = [*flags, "--max_iters=30", "--skip_spikes=10"]
+    poison(monkeypatch, {12, 24, 26}, 1000.0)
+    _, whole = run(*flags, out="whole")
+    assert [r["step"] for r in log(whole) if r.get("skipped")] == [24, 26]
+    for step in (8, 22, 24, 25):
+        go_on = stop_at(monkeypatch, step)
+        run(*flags)
+        go_on()
+    code, path = run(*flags)
+    assert code == 0 and timeless(log(whole)) == timeless(log(path))
+    assert weights(whole, 30) == weights(path, 30)
+    a, b = (checkpoint.check(p / "ckpt" / "step_000030") for p in (whole, path))
+    assert (a["mean_norm"], a["skipped"]) == (b["mean_norm"], b["skipped"]) and a["skipped"] == 2
 
 
 # ----------------------------------------------------------------------------------- mistakes
@@ -588,7 +967,7 @@ def test_verify_finds_what_a_sample_of_the_ids_cannot(run, tmp_path):
 
 def test_the_sample_at_the_end_answers_what_was_held_out(run, chat, monkeypatch):
     ends = []
-    monkeypatch.setattr(train, "write_text", lambda model, tokenizer, start, end, seed:
+    monkeypatch.setattr("kit.report.write_text", lambda model, tokenizer, start, end, seed:
                         ends.append((tokenizer.decode(start), end)) or "")
     run(f"--dataset={chat}", "--max_iters=1", "--warmup_iters=0", "--block_size=24", out="chat")
     run("--max_iters=1", "--warmup_iters=0")

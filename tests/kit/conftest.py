@@ -33,14 +33,19 @@ def tiny():
 @pytest.fixture
 def save(tiny):
     """save(run, step, ...) writes a checkpoint of a tiny model with something as its optimizer."""
-    def write(run: Path, step: int = 10, keep: int = 9, is_best: bool = False, seed: int = 0,
-              model: GPT | None = None, **state) -> Path:
+    def write(run: Path, /, step: int = 10, keep: int = 9, is_best: bool = False, seed: int = 0,
+              model: GPT | None = None, **changes) -> Path:
+        run.mkdir(parents=True, exist_ok=True)
         model = model or tiny(seed)
         tensors = {f"{n}.exp_avg": p.detach() / 3 for n, p in model.named_parameters()}
         tensors["wte.weight.step"] = torch.tensor(float(step))
         tokenizer = {"format": 1, "kind": "byte", "hash": "abc", "spec": "byte"}
         state = {"step": step, "finished": False, "val_loss": 1.5, "tiny": 1e-7, "name": "é",
-                 "threads": torch.get_num_threads()} | state
-        return checkpoint.save(run, model, tensors, tokenizer, state, keep, is_best)
+                 "threads": torch.get_num_threads()} | ({"best_step": step} if is_best else {})
+        state |= changes
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        if is_best:
+            state["best_step"] = step
+        return checkpoint.save(run, model.config, weights, tensors, tokenizer, state, keep)
 
     return write

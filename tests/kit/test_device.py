@@ -27,7 +27,8 @@ from kit.device import (
     prepare_device,
     to_device,
 )
-from kit.settings import CLONE, UserError
+from kit.errors import UserError
+from kit.settings import CLONE
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -168,7 +169,8 @@ def test_freed_memory_is_kept_on_a_cpu():
     code = ("import sys, resource, torch; from kit.device import prepare_device\n"
             "if sys.argv[1] == 'kept': prepare_device(torch.device('cpu'))\n"
             "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-            "torch.ones(2**24); before = faults()\n"
+            "for _ in range(9): torch.ones(2**24)\n"  # until the heap is large enough
+            "before = faults()\n"
             "for _ in range(20): torch.ones(2**24)\n"
             "print(faults() - before)")
     kept, given_back = (int(subprocess.run([sys.executable, "-c", code, how], capture_output=True,

@@ -2,20 +2,22 @@
 
 import json
 import math
-import sys
+import tracemalloc
 import warnings
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kit.errors import UserError
 from kit.metrics import (
+    LONGEST_LINE,
     Log,
     Progress,
-    Wandb,
     draw_loss,
+    is_number,
     peak_memory,
     read_log,
     running_mean,
@@ -102,7 +104,7 @@ def test_a_torn_line_is_left_out(path, torn):
     write(path, train(1), train(2))
     whole = path.read_bytes()
     path.write_bytes(whole + torn)
-    assert read_log(path) == [HEADER, train(1), train(2)]
+    assert [*read_log(path)] == [HEADER, train(1), train(2)]
     log = Log(path, step=5)
     assert path.read_bytes() == whole
     log.write(train(3))
@@ -127,7 +129,7 @@ def test_numbers_that_json_lacks_become_null(path):
     write(path, {"step": 1, "loss": 2.5, "grad_norm": math.inf}, {"step": 2, "loss": math.nan})
     assert rows(path)[1:] == [{"step": 1, "loss": 2.5, "grad_norm": None},
                               {"step": 2, "loss": None}]
-    assert Log(path, step=2).rows == rows(path)
+    assert [r.get("loss") for r in Log(path, step=2).rows] == [None, 2.5, None]
     draw_loss(Log(path, step=2).rows, path.parent / "loss.png", "x")
 
 
@@ -141,69 +143,155 @@ def test_a_log_cut_anywhere_keeps_its_whole_lines(path, extra, data):
     at = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:at])
     kept = [r for r in read_log(path) if "format" not in r]
-    lines = [json.loads(x) for x in whole.splitlines()[1:]]
+    lines = [{k: v for k, v in json.loads(x).items() if v is None or is_number(v)}
+             for x in whole.splitlines()[1:]]  # a log of ours holds numbers alone
     assert kept == lines[: len(kept)]
     assert len(kept) >= whole[:at].count(b"\n") - 1
 
 
-# ----------------------------------------------------------------------------------------- wandb
+def test_a_line_without_end_is_left_out(path):
+    write(path, train(1))
+    with path.open("a") as f:
+        f.write(json.dumps({"step": 2, "note": "x" * LONGEST_LINE}) + "\n")
+        f.write(json.dumps(train(3)) + "\n")
+    assert [*read_log(path)] == [HEADER, train(1), train(3)]
+    assert Log(path, step=3).rows == rows(path) == [HEADER, train(1), train(3)]
+    longest = {"step": 4, "x" * (LONGEST_LINE - len('{"step": 4, "": 1}\n')): 1}
+    log = Log(path, step=3)
+    log.write(longest)
+    assert [*read_log(path)][-1] == longest
 
 
-class Fake:
-    """A wandb whose `fails` call raises."""
-
-    def __init__(self, fails: str = "", error: Exception | None = None):
-        self.fails, self.error = fails, error or RuntimeError("no network\nat all")
-        self.calls = []
-        self.run = SimpleNamespace(log=self.call("log"), finish=self.call("finish"))
-        self.init = self.call("init", self.run)
-
-    def call(self, name: str, result=None):
-        def do(*args, **kwargs):
-            self.calls.append((name, args, kwargs))
-            if name == self.fails:
-                raise self.error
-            return result
-
-        return do
+def test_a_log_without_end_is_read_in_bounded_memory(path):
+    """100 MB without a line end, and a hole of 4 GiB are not a row."""
+    write(path, train(1))
+    with path.open("ab") as f:
+        f.write(b'{"step": 2' * 1_000_000)
+    tracemalloc.start()
+    assert [*read_log(path)] == [HEADER, train(1)]
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
 
 
-def use(monkeypatch, fake, on: bool = True) -> tuple[list[str], list[str]]:
-    """A whole run with wandb: the names of the calls, the warnings."""
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    said = []
-    wandb = Wandb(on, "project", "name", {"a": 1}, said.append)
-    for step in (1, 2, 3):
-        wandb.log(train(step))
-    wandb.finish()
-    return [c[0] for c in getattr(fake, "calls", [])], said
+@pytest.mark.parametrize("step", [5, 0])
+def test_a_log_that_is_a_folder_is_refused(path, step):
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises((UserError, OSError)):
+        Log(path, step=step)
+    assert [p.name for p in path.parent.iterdir()] == ["log.jsonl"]
+    assert (path / "notes.txt").read_text() == "mine"
 
 
-def test_wandb_sees_every_row_once_in_order(monkeypatch):
-    fake = Fake()
-    assert use(monkeypatch, fake) == (["init", "log", "log", "log", "finish"], [])
-    assert fake.calls[0][2] == {"project": "project", "name": "name", "config": {"a": 1}}
-    assert [c[1:] for c in fake.calls[1:4]] == [((train(s),), {"step": s}) for s in (1, 2, 3)]
+def test_a_log_that_is_a_link_is_not_followed(path):
+    theirs = path.parent / "theirs.jsonl"
+    write(theirs, train(1))
+    before = theirs.read_text()
+    path.symlink_to(theirs)
+    with pytest.raises(UserError, match="plain file"):
+        Log(path, step=5)
+    Log(path).write(train(1))  # a new log takes the place of the link
+    assert not path.is_symlink() and theirs.read_text() == before
 
 
-def test_wandb_is_off_by_default_and_not_even_imported(monkeypatch):
-    assert use(monkeypatch, None, on=False) == ([], [])  # None in sys.modules fails to import
+def test_memory_is_bounded_while_the_file_keeps_all(path, monkeypatch):
+    monkeypatch.setattr("kit.metrics.MOST_ROWS", 100)
+    log = Log(path)
+    for step in range(1, 1001):
+        log.write(train(step))
+        assert len(log.rows) <= 100 + step // 50
+        if step % 50 == 0:
+            log.write(val(step))
+    assert [r["step"] for r in rows(path) if "loss" in r] == [*range(1, 1001)]
+    kept = [r["step"] for r in log.rows if "loss" in r]
+    assert kept == sorted(set(kept)) and kept[0] < 40 and kept[-1] > 960
+    assert max(b - a for a, b in zip(kept, kept[1:], strict=False)) <= 64
+    assert [r["step"] for r in log.rows if "val_loss" in r] == [*range(50, 1001, 50)]  # all of them
+    again = Log(path, step=1000, last_eval=1000)  # and no more when it goes on
+    assert len(again.rows) <= 120
+    assert [r["step"] for r in again.rows if "val_loss" in r] == [*range(50, 1001, 50)]
+    assert len(rows(path)) == 1021
 
 
-@pytest.mark.parametrize("fails, calls", [("init", ["init"]), ("log", ["init", "log"]),
-                                          ("finish", ["init", "log", "log", "log", "finish"])])
-@pytest.mark.parametrize("error", [RuntimeError("no network\nat all"), ConnectionError(),
-                                   OSError(28, "disk full"), TypeError("x")])
-def test_a_wandb_that_fails_is_one_warning_and_the_run_goes_on(monkeypatch, fails, calls, error):
-    seen, said = use(monkeypatch, Fake(fails, error))
-    assert seen == calls and len(said) == 1
-    assert "wandb is off" in said[0] and type(error).__name__ in said[0]
-    assert len(said[0].splitlines()) == 1
+# ------------------------------------------------------------------------------------- progress
 
 
-def test_a_wandb_that_is_missing_is_one_warning(monkeypatch):
-    calls, said = use(monkeypatch, None)
-    assert calls == [] and len(said) == 1 and "wandb is off" in said[0]
+def test_progress_comes_back_from_a_checkpoint():
+    p = Progress(step=7, rows=28, val_loss=2.5, finished=True, seconds={"data": 1.5}, mean_norm=0.3,
+                 skipped=2, skipped_in_a_row=1)
+    state = json.loads(json.dumps(asdict(p)))
+    assert Progress.from_state(state) == p
+    assert Progress.from_state(state | {"run": {}, "scaler": {}, "of a later one": 1}) == p
+    few = {"step": 3, "rows": 12, "tokens": 96}
+    assert Progress.from_state(few | {"val_loss": 2}) == Progress(**few, val_loss=2)
+    for name in few:  # without these nobody could go on
+        with pytest.raises(UserError, match=f"state.json: {name} is None"):
+            Progress.from_state({k: v for k, v in few.items() if k != name})
+
+
+@pytest.mark.parametrize("changes", [
+    {"step": -1}, {"step": "3"}, {"step": 3.0}, {"step": None}, {"step": True}, {"rows": -5},
+    {"rows": [1]}, {"tokens": -1}, {"val_loss": "low"}, {"best_loss": [2.0]}, {"worse": -1},
+    {"finished": 1}, {"finished": "yes"}, {"finished": None}, {"seconds": None}, {"seconds": 3},
+    {"elapsed_s": None}, {"elapsed_s": "1"}, {"mean_norm": None}, {"mean_norm": {}},
+    {"skipped": -1}, {"skipped": 0.5}, {"skipped_in_a_row": -1}, {"last_eval": -10}, {"step": {}},
+    {"best_step": "step_000010" * 1000}, {"seconds": {"data": "x"}}, {"seconds": {"data": None}},
+    {"elapsed_s": -1.0}, {"elapsed_s": math.nan}, {"mean_norm": math.inf}, {"rows": 2**63},
+    {"tokens": 10**400}, {"val_loss": -0.5}])
+def test_a_state_of_other_types_is_refused_in_a_line(changes):
+    state = asdict(Progress(step=3)) | changes
+    with pytest.raises(UserError, match=f"state.json: {next(iter(changes))} is ") as error:
+        Progress.from_state(state)
+    assert len(str(error.value)) < 200 and "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------- spikes
+
+
+def spikes(norms: list[float], limit: float, p: Progress | None = None) -> list[int]:
+    """The numbers, from 1, of the updates that are skipped."""
+    p, found = p or Progress(), []
+    for norm in norms:
+        if p.odd_norm(norm, limit):
+            found.append(p.step + 1)
+        p.step += 1
+    assert p.skipped >= len(found)
+    return found
+
+
+def test_a_norm_is_odd_only_after_twenty_updates_and_only_when_asked():
+    norms = [1.0] * 19 + [99.0] + [1.0] * 5 + [99.0, 1.0, 99.0]
+    assert spikes(norms, 10) == [26, 28]  # the twentieth is before there is a usual one
+    assert spikes(norms, 0) == []
+    assert spikes(norms, math.inf) == []
+    assert spikes([1.0] * 30 + [9.9], 10) == [] and spikes([1.0] * 30 + [10.1], 10) == [31]
+
+
+@pytest.mark.parametrize("limit", [10.0, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_always_odd_when_asked(limit, bad):
+    assert spikes([bad, 1.0, bad, bad, 1.0], limit) == [1, 3, 4]
+    assert spikes([bad, 1.0, bad], 0) == []
+
+
+def test_what_was_skipped_does_not_become_the_usual():
+    p = Progress()
+    assert spikes([1.0] * 25 + [1000.0] * 10, 10, p) == [*range(26, 36)]
+    assert p.mean_norm == pytest.approx(1) and (p.skipped, p.skipped_in_a_row) == (10, 10)
+    assert spikes([1.0], 10, p) == [] and (p.skipped, p.skipped_in_a_row) == (10, 0)
+
+
+def test_the_usual_norm_follows_the_run_and_goes_on_with_it():
+    p = Progress()
+    spikes([8.0] * 50 + [1.0] * 400, 10, p)
+    assert p.mean_norm == pytest.approx(1, abs=0.3)
+    norms = [1.0 + (i * 7 % 5) / 10 for i in range(40)] + [30.0, 1.0, 40.0, math.nan, 1.0]
+    whole, first = Progress(), Progress()
+    found = spikes(norms, 10, whole)
+    parts = spikes(norms[:33], 10, first)
+    second = Progress.from_state(json.loads(json.dumps(asdict(first))))
+    assert parts + spikes(norms[33:], 10, second) == found == [41, 43, 44]
+    assert second == whole
 
 
 # ----------------------------------------------------------------------------------------- curve

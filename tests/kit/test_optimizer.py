@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.errors import UserError
 from kit.optimizer import (
     Muon,
     build_optimizers,
@@ -215,11 +216,26 @@ def test_tensors_are_named_after_their_parameters(tiny, tie):
     assert all(isinstance(t, torch.Tensor) for t in tensors.values())  # so that no pickle is needed
 
 
-def test_state_of_a_foreign_parameter_is_no_silent_loss(tiny):
-    model = tiny()
-    with pytest.raises(KeyError, match="h.7"):
-        load_optimizer_tensors(build_optimizers(model, small()), model,
-                               {"h.7.ln_1.weight.exp_avg": torch.zeros(16)})
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_state_that_does_not_fit_is_no_silent_loss(tiny, optimizer):
+    model, s = tiny(), small(optimizer=optimizer)
+    optimizers = build_optimizers(model, s)
+    update(model, optimizers, 0, s)
+    whole = optimizer_tensors(optimizers, model)
+    fresh = build_optimizers(model, s)
+
+    def refused(changes: dict, words: str) -> None:
+        tensors = {n: t for n, t in (whole | changes).items() if t is not None}
+        with pytest.raises(UserError, match="does not fit the model: " + words):
+            load_optimizer_tensors(fresh, model, tensors)
+        assert optimizer_tensors(fresh, model) == {}
+
+    refused({"h.7.ln_1.weight.exp_avg": torch.zeros(16)}, r"h\.7\.ln_1\.weight\.exp_avg is unknown")
+    for name in whole:
+        refused({name: None}, f"{name} is missing")
+    refused({"h.0.attn.c_attn.weight.max_exp_avg_sq": torch.zeros(48, 16)}, "h.0.*is unknown")
+    with pytest.raises(UserError, match=r"wpe.weight.exp_avg is \(16, 8\).*expected \(8, 16\)"):
+        load_optimizer_tensors(fresh, model, whole | {"wpe.weight.exp_avg": torch.zeros(16, 8)})
 
 
 def test_muon_is_the_librarys_within_its_rounding():

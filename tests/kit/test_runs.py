@@ -1,21 +1,23 @@
 """kit/runs.py: which folder, whose it is, start or go on or refuse, and finding runs again."""
 
+import gc
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kit import checkpoint, runs
-from kit.settings import UserError, load
+from kit import checkpoint, loading, runs
+from kit.errors import UserError
+from kit.files import digest, read_json, sealed, write_json
+from kit.settings import load
 from train import ARCHITECTURE, TrainSettings
 
 
@@ -30,7 +32,7 @@ def make(save):
     """make(path, state, ...) puts a run there: started, unfinished (10 updates) or finished."""
     def put(path: Path, state: str, step: int = 10, **settings) -> Path:
         path.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(path / "config.json", {
+        write_json(path / "config.json", {
             "settings": asdict(TrainSettings(**settings)), "device": "cpu", "dtype": "float32",
             "dataset_hash": "d"})
         (path / "log.jsonl").write_text('{"format": 1, "step": 0}\n')
@@ -54,7 +56,7 @@ def claim():
             runs.clear(run.path)
         return run
 
-    take.said = said
+    take.said, take.held = said, held
     yield take
     for run in held:
         run.lock.release()
@@ -160,14 +162,46 @@ def test_a_damaged_checkpoint_is_named_once_and_the_one_before_taken(out, make, 
     newest = save(path, 20)
     (newest / "model.safetensors").write_bytes(b"torn")
     assert claim().resume[0].name == "step_000010"
-    assert len(claim.said) == 1 and str(newest / "model.safetensors") in claim.said[0]
+    assert len(claim.said) == 2 and str(newest / "model.safetensors") in claim.said[0]
+    assert "latest.json" in claim.said[1]  # which named it
+    claim.held[-1].lock.release()
+    assert claim().resume[0].name == "step_000010" and len(claim.said) == 2
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused_not_restarted(out, make, claim):
     path = make(out / "small", "unfinished")
     (path / "ckpt" / "step_000010" / "state.json").unlink()
     assert "--overwrite=True" in refused(claim)
-    assert (path / "ckpt" / "step_000010" / "model.safetensors").exists()
+    assert len(claim.said) == 1 and "step_000010" in claim.said[0]
+    folder = path / "ckpt" / "step_000010"
+    assert (folder / "model.safetensors").exists()  # it is all there is, so it stays where it is
+    gc.collect()  # lets go of the lock
+    assert "--overwrite=True" in refused(claim) and len(claim.said) == 2
+    gc.collect()
+    assert claim(overwrite=True).resume is None and not folder.exists()
+
+
+def test_what_a_save_had_still_to_do_is_done_at_the_next_start(out, make, claim, save):
+    """Killed between the new checkpoint and the pointers and the end of the old ones."""
+    path = make(out / "small", "unfinished", step=5)
+    for step in (10, 20, 30):
+        save(path, step, best_step=20, run={"settings": {"keep": 1}})
+    for which in ("best", "latest"):
+        write_json(path / "ckpt" / f"{which}.json", {"name": "step_000005"})
+    assert claim().resume[0].name == "step_000030" and claim.said == []
+    assert [f.name for f in checkpoint.newest_first(path)] == ["step_000030", "step_000020"]
+    assert checkpoint.pointed(path, "best") == "step_000020"
+    assert checkpoint.pointed(path, "latest") == "step_000030"
+
+
+@pytest.mark.parametrize("over, goes_on", [(False, True), (True, False), (None, False)])
+def test_a_run_that_was_killed_before_its_last_words_goes_on(out, make, claim, over, goes_on):
+    path = make(out / "small", "finished")
+    if over is not None:
+        rewrite(path / "config.json", lambda c: c.update(over=over))
+    run = claim()
+    assert (run.resume is not None) == goes_on
+    assert run.path == (path if goes_on else out / "small-2")
 
 
 def test_a_run_that_lost_its_config_is_not_started_anew(out, make, claim):
@@ -240,7 +274,7 @@ def test_a_source_is_not_overwritten_by_the_run_that_wants_it(tmp_path, out, mak
 
 def test_a_folder_has_one_owner(out, claim):
     first = claim()
-    checkpoint.write_json(first.path / "config.json", {"settings": {}})
+    write_json(first.path / "config.json", {"settings": {}})
     for overwrite in (False, True):
         message = refused(claim, overwrite=overwrite)
         assert str(first.path) in message and "in use" in message
@@ -278,32 +312,295 @@ def test_another_process_is_respected_until_it_ends_however_it_ends(out, make, c
 
 
 def data(hash: str = "d", tokenizer: str = "abc") -> SimpleNamespace:
-    return SimpleNamespace(hash=hash, tokenizer=SimpleNamespace(hash=tokenizer, spec="byte"))
+    return SimpleNamespace(hash=hash, tokenizer=SimpleNamespace(
+        hash=tokenizer, spec="byte", vocab_size=11))
 
 
-def test_before_going_on(out, make, claim):
-    make(out / "small", "unfinished", dataset="x", block_size=64)
-    run, now = claim(), asdict(TrainSettings(dataset="x", block_size=64))
-
-    def check(settings: dict = now, data: SimpleNamespace = data()) -> list[str]:  # noqa: B008
+@pytest.fixture
+def check():
+    """check(run, settings, data) -> what is said before a run goes on."""
+    def say(run: runs.Run, settings: TrainSettings, data: SimpleNamespace = data()):  # noqa: B008
         said = []
         runs.check_resume(run, settings, ARCHITECTURE, data, said.append)
         return said
 
-    assert check() == []
-    said = check(now | {"learning_rate": 1e-3, "dropout": 0.1, "init_from": "resume", "debug": True,
-                        "out_dir": "x", "overwrite": True, "new": 1})  # new: in this version
+    return say
+
+
+def test_before_going_on(out, make, claim, check):
+    make(out / "small", "unfinished", dataset="x", block_size=64)
+    run, now = claim(), TrainSettings(dataset="x", block_size=64)
+    assert check(run, now) == []
+    said = check(run, replace(now, learning_rate=1e-3, dropout=0.1, init_from="resume", debug=True,
+                              out_dir="x", overwrite=True))
     assert len(said) == 2 and "dropout from 0.0 to 0.1" in said[0]
     assert "learning_rate from 0.0006 to 0.001" in said[1]
     for name in ARCHITECTURE:
-        message = refused(check, now | {name: "other"})
-        assert f"{name}={now[name]}" in message and f"{name}=other" in message
-    assert "contents of dataset x" in check(data=data(hash="e"))[0]
-    assert len(check(now | {"dataset": "y"}, data(hash="e"))) == 1  # said once, as a setting
-    message = refused(check, data=data(tokenizer="other"))
+        message = refused(check, run, replace(now, **{name: "other"}))
+        assert f"{name}={getattr(now, name)}" in message and f"{name}=other" in message
+    assert "contents of dataset x" in check(run, now, data(hash="e"))[0]
+    assert len(check(run, replace(now, dataset="y"), data(hash="e"))) == 1  # said once
+    message = refused(check, run, now, data(tokenizer="other"))
     assert "byte" in message and "tokenizer.json" in message
     torch.set_num_threads(2)
-    assert "1 threads before, 2 now" in check()[0]
+    assert "1 threads before, 2 now" in check(run, now)[0]
+
+
+def about_of(path: Path) -> dict:
+    """What a run says of itself, in config.json and in each checkpoint."""
+    value = read_json(path / "config.json")
+    return {k: v for k, v in value.items() if k not in ("format", "seal")}
+
+
+def rewrite(file: Path, change) -> None:
+    """A sound file in which change(value) was done."""
+    value = read_json(file)
+    change(value)
+    write_json(file, value)
+
+
+def test_settings_that_only_one_of_two_versions_knows_are_listed(out, make, claim, check):
+    path = make(out / "small", "unfinished", dataset="x")
+
+    def older(config: dict) -> None:
+        del config["settings"]["skip_spikes"], config["settings"]["attn_logn"]
+        config["settings"]["gone"] = 3
+
+    rewrite(path / "config.json", older)
+    run, now = claim(), TrainSettings(dataset="x")
+    assert check(run, now) == ["changed since the run began: gone from 3 to no longer a setting"]
+    said = check(run, replace(now, skip_spikes=10.0))
+    assert len(said) == 2 and "skip_spikes from 0.0 to 10.0" in said[1]  # from its default
+    assert "attn_logn=off to attn_logn=fixed" in refused(check, run, replace(now,
+                                                                            attn_logn="fixed"))
+
+
+def test_the_settings_in_the_checkpoint_count_before_those_in_config_json(out, make, claim, check,
+                                                                         save):
+    """A run that went on with others wrote config.json and was killed before it saved."""
+    path = make(out / "small", "unfinished", dataset="x")
+    about = about_of(path)
+    save(path, 20, run=about)
+    rewrite(path / "config.json", lambda c: c["settings"].update(learning_rate=0.5))
+    run = claim()
+    assert check(run, TrainSettings(dataset="x")) == []
+    assert len(check(run, TrainSettings(dataset="x", learning_rate=0.5))) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"model_type": "gpt2"}', "flip"])
+def test_a_damaged_config_json_is_written_anew_from_the_checkpoint(out, make, claim, check, save,
+                                                                  text):
+    path = make(out / "small", "unfinished", dataset="x")
+    config = path / "config.json"
+    about = about_of(path)
+    save(path, 20, run=about)
+    whole = config.read_text()
+    config.write_text(whole.replace('"batch_size": 12', '"batch_size": 13') if text == "flip"
+                      else text)
+    run = claim()
+    assert run.resume[0].name == "step_000020"
+    assert len(claim.said) == 1 and f"{config}: damaged" in claim.said[0]
+    assert "written anew from the checkpoint" in claim.said[0]
+    assert check(run, TrainSettings(dataset="x")) == []
+    assert len(check(run, TrainSettings(dataset="x", batch_size=13))) == 1
+    assert runs.same_dtype(run, "auto", "cpu") == "float32"
+
+
+def test_a_damaged_config_json_without_a_checkpoint_is_refused(out, make, claim):
+    path = make(out / "small", "started")
+    (path / "config.json").write_text("{")
+    assert "config.json: damaged" in refused(claim)
+    assert (path / "config.json").read_text() == "{"
+    assert "config.json: damaged" in refused(claim, overwrite=True)  # it may be that of others
+
+
+def test_a_damaged_config_json_beside_damaged_checkpoints_only_is_refused(out, make, claim):
+    path = make(out / "small", "unfinished")
+    (path / "config.json").write_text("{")
+    (path / "ckpt" / "step_000010" / "state.json").write_text("{")
+    before = (path / "ckpt" / "step_000010" / "model.safetensors").read_bytes()
+    refused(claim)
+    assert (path / "config.json").read_text() == "{"
+    assert next(path.glob("ckpt/*step_000010/model.safetensors")).read_bytes() == before
+
+
+def test_a_run_of_the_first_format_goes_on(out, make, claim, check):
+    """No seals, except that of state.json, and no copy of the settings in it."""
+    path = make(out / "small", "unfinished", dataset="x")
+    folder = path / "ckpt" / "step_000010"
+
+    def as_before(file: Path, seal: bool = False) -> None:
+        value = {k: v for k, v in json.loads(file.read_text()).items()
+                 if k not in ("format", "seal")}
+        if seal:
+            value["files"] = {name: digest(folder / name) for name in checkpoint.FILES}
+            value["seal"] = sealed(value)["seal"]
+        file.write_text(json.dumps({"format": 1, **value}, indent=1) + "\n")
+
+    for file in (folder / "model.json", path / "config.json", path / "ckpt" / "best.json",
+                 path / "ckpt" / "latest.json"):
+        as_before(file)
+    as_before(folder / "state.json", seal=True)
+    assert '"format": 1' in (folder / "state.json").read_text()
+    run = claim()
+    assert claim.said == [] and run.resume[0] == folder and "run" not in run.resume[1]
+    assert loading.load_config(folder).n_embd == 16
+    assert checkpoint.pointed(path, "best") == checkpoint.pointed(path, "latest") == folder.name
+    assert check(run, TrainSettings(dataset="x")) == []
+    assert "batch_size from 12 to 3" in check(run, TrainSettings(dataset="x", batch_size=3))[0]
+    assert runs.same_dtype(run, "auto", "cpu") == "float32"
+    text = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(text.replace('"step": 10', '"step": 11'))
+    run.lock.release()
+    refused(claim)
+
+
+# --------------------------------------------------------------- folders and files in wrong places
+
+
+@pytest.mark.parametrize("name", ["config.json", "ckpt/latest.json", "ckpt/best.json",
+                                  "ckpt/step_000010/model.safetensors",
+                                  "ckpt/step_000010/state.json", "ckpt/step_000020"])
+def test_a_folder_where_a_file_belongs_or_a_file_for_a_folder(tmp_path, make, claim, save, name):
+    """One line, whether it goes on or not, and what lies there stays."""
+    path = make(tmp_path / "mine", "unfinished")
+    save(path, 5)
+    wrong = path / name
+    checkpoint.remove(wrong)
+    if wrong.suffix:
+        wrong.mkdir()
+        (wrong / "notes.txt").write_text("mine")
+    else:
+        wrong.write_text("mine")
+    before = sorted(p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock")
+    try:
+        assert claim(path).resume[0].name in ("step_000010", "step_000005")
+        assert claim.said and all(len(line.splitlines()) == 1 for line in claim.said)
+        assert any(str(path / Path(name).parts[0]) in line for line in claim.said)
+    except OSError as e:  # kit.settings.run makes a line of it
+        assert str(wrong) in f"{e.strerror}: {e.filename}"
+    after = sorted(p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock")
+    pointer = b'"name": "step_0000'
+    assert all(pointer in b for b in before if b not in after)
+
+
+def test_a_file_where_the_folder_of_checkpoints_belongs(tmp_path, claim, make):
+    path = make(tmp_path / "mine", "started")
+    (path / "ckpt").write_text("mine")
+    assert str(path / "ckpt") in refused(claim, path)
+    assert (path / "ckpt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [*runs.OURS, "ckpt/step_000010", "ckpt/latest.json",
+                                  "ckpt/.tmp-step_000020"])
+def test_a_link_in_a_run_folder_is_refused(tmp_path, make, claim, name):
+    path, elsewhere = make(tmp_path / "mine", "unfinished"), tmp_path / "elsewhere"
+    make(elsewhere, "unfinished")
+    checkpoint.remove(path / name)
+    (path / name).symlink_to(elsewhere / name)
+    before = {p: p.read_bytes() for p in elsewhere.rglob("*") if p.is_file()}
+    for overwrite in (False, True):
+        assert f"{path / name} is a link" in refused(claim, path, overwrite=overwrite)
+    assert before == {p: p.read_bytes() for p in elsewhere.rglob("*") if p.is_file()}
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path, make, claim,
+                                                                  monkeypatch):
+    path = make(tmp_path / "mine", "unfinished")
+
+    def read_only(*args, **kwargs):
+        raise OSError(30, "Read-only file system", str(path / ".lock"))
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(OSError, match="Read-only"):
+        claim(path)
+    monkeypatch.undo()
+    assert checkpoint.check(path / "ckpt" / "step_000010")
+
+
+# ----------------------------------------------------------------------- a start by torchrun again
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("init_from, overwrite", [("scratch", False), ("auto", True),
+                                                  ("scratch", True)])
+def test_torchrun_goes_on_with_the_run_that_it_began(out, tmp_path, make, save, explicit, init_from,
+                                                     overwrite, monkeypatch):
+    """Else --max_restarts would throw away what was trained, or be refused."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    path = make(tmp_path / "mine" if explicit else out / "small", "unfinished")
+    out_dir = str(path) if explicit else None
+
+    def claim(restarts: int) -> runs.Run:
+        run = runs.claim(out_dir, "small", init_from, overwrite, print, restarts)
+        run.lock.release()
+        return run
+
+    def belongs_to(launch: str) -> None:
+        rewrite(path / "config.json", lambda c: c.update(launch=launch))
+
+    belongs_to(runs.launch())
+    run = claim(restarts=1)
+    assert run.path == path and run.resume[1]["step"] == 10 and not run.replaces
+    for restarts, launch in ((0, runs.launch()), (1, "other-1"), (1, f"-{os.getppid()}")):
+        belongs_to(launch)
+        if not overwrite and explicit:
+            assert "--overwrite" in refused(claim, restarts)
+        else:
+            run = claim(restarts)
+            assert run.resume is None and run.replaces == overwrite
+            assert run.path == (path if overwrite else out / "small-2")
+    (path / "config.json").unlink()  # it was not begun yet
+    if overwrite:
+        assert claim(restarts=1).replaces
+
+
+def test_one_launch_is_told_from_another(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    one = runs.launch()
+    assert runs.launch() == one
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    assert runs.launch() != one
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert runs.launch() != one
+
+
+# ------------------------------------------------------------------ settings of a run that is there
+
+
+def test_a_run_gives_its_own_settings_for_want_of_a_config_file(tmp_path, make, save, capfd):
+    path = make(tmp_path / "mine", "unfinished", n_layer=3, batch_size=7, init_from="scratch",
+                overwrite=True, out_dir="elsewhere", debug=True, learning_rate=0.25)
+    flags = [f"--out_dir={path}", "--batch_size=5"]
+    loaded = load(TrainSettings, flags, "config/small.py", runs.settings_of)
+    assert loaded.settings == TrainSettings(n_layer=3, batch_size=5, out_dir=str(path),
+                                            learning_rate=0.25)
+    assert loaded.files == [] and loaded.given == {"out_dir", "batch_size"}
+    assert "the settings that the run had" in capfd.readouterr().err
+    for other in (["--overwrite=True"], ["--init_from=scratch"], [f"--init_from={path}"]):
+        assert load(TrainSettings, flags + other, "config/tiny.py", runs.settings_of).files
+    nowhere = [f"--out_dir={tmp_path / 'nowhere'}"]
+    assert load(TrainSettings, nowhere, "config/tiny.py", runs.settings_of).files
+    again = runs.command_to_go_on(loaded, path)
+    assert shlex.split(again) == ["python", sys.argv[0], *flags]
+    about = about_of(path)
+    save(path, 20, run=about)
+    for text in ("{", None):  # then those of the newest checkpoint that has some
+        (path / "config.json").unlink()
+        if text:
+            (path / "config.json").write_text(text)
+        s = load(TrainSettings, flags, "config/small.py", runs.settings_of).settings
+        assert (s.n_layer, s.learning_rate, s.init_from, s.overwrite) == (3, 0.25, "auto", False)
+
+
+@pytest.mark.parametrize("saved", [{}, {"settings": None}, {"settings": 3}, {"settings": {}},
+                                   {"run": 3, "settings": {"n_layer": 3}}, {"settings": ["a"]},
+                                   {"run": {"settings": "x"}}])
+def test_settings_that_are_none_of_ours_are_not_taken(tmp_path, saved):
+    write_json(tmp_path / "config.json", saved)
+    loaded = load(TrainSettings, [f"--out_dir={tmp_path}"], "config/tiny.py", runs.settings_of)
+    assert [f.name for f in loaded.files] == ["tiny.py"]
 
 
 def test_an_automatic_dtype_stays_what_it_was(out, make, claim):
@@ -314,19 +611,7 @@ def test_an_automatic_dtype_stays_what_it_was(out, make, claim):
     assert runs.same_dtype(run, "auto", "cuda") == "auto"  # another machine
 
 
-def test_a_run_from_weights_takes_their_architecture(tiny):
-    config = tiny(bias=True, n_head=4, dropout=0.3).config
-    s = TrainSettings(dropout=0.1)
-    runs.adopt_architecture(s, config, {"dropout", "bias"} if s.bias else {"dropout"}, Path("x"))
-    assert (s.n_layer, s.n_head, s.n_embd, s.block_size, s.bias) == (2, 4, 16, 8, True)
-    assert s.dropout == 0.1 and not hasattr(s, "vocab_size")
-    message = refused(runs.adopt_architecture, TrainSettings(n_layer=3), config, {"n_layer"},
-                      Path("x"))
-    assert "n_layer=3" in message and "n_layer=2" in message
-    runs.adopt_architecture(TrainSettings(n_layer=2), config, {"n_layer"}, Path("x"))
-
-
-# ---------------------------------------------------------------------------- the command, signals
+# ----------------------------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize("flags", [
@@ -350,105 +635,3 @@ def test_the_printed_command_goes_on(flags, lines, tmp_path, make, claim, monkey
     where = {"out_dir", "init_from", "overwrite"}
     assert {k: v for k, v in asdict(again).items() if k not in where} == {
         k: v for k, v in asdict(s).items() if k not in where}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_the_second_leaves(number, monkeypatch):
-    before = signal.getsignal(number)
-    left = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    with runs.Interrupt() as interrupt:
-        assert interrupt.signal is None
-        signal.raise_signal(number)
-        assert interrupt.signal == number and not left
-        signal.raise_signal(signal.SIGINT)
-        assert left == [130]
-    assert signal.getsignal(number) is before
-
-
-def test_signals_are_left_alone_off_the_main_thread():
-    before, seen = signal.getsignal(signal.SIGINT), []
-
-    def work() -> None:
-        with runs.Interrupt() as interrupt:
-            seen.append((interrupt.signal, signal.getsignal(signal.SIGINT)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(None, before)]
-
-
-# -------------------------------------------------------------------------------- finding a run
-
-
-def test_the_newest_run_is_remembered(out, tmp_path, monkeypatch):
-    assert "no run yet" in refused(runs.find_run, None)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path)
-        runs.remember(Path(name))
-    monkeypatch.chdir("/")
-    assert runs.find_run(None) == tmp_path / "two"  # wherever one stands
-    assert json.loads((out / "latest.json").read_text())["format"] == 1
-    assert runs.find_run(str(tmp_path / "one")) == tmp_path / "one"
-    (tmp_path / "two").rmdir()
-    assert str(tmp_path / "two") in refused(runs.find_run, None)
-    assert "no such folder" in refused(runs.find_run, str(tmp_path / "two"))
-    (out / "latest.json").write_text("{")
-    assert "latest.json" in refused(runs.find_run, None)
-
-
-def test_runs_live_in_out_or_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("BONSAI_OUT", str(tmp_path / "x"))
-    assert runs.out_root() == tmp_path / "x"
-    monkeypatch.delenv("BONSAI_OUT")
-    assert runs.out_root() == Path(runs.__file__).parent.parent / "out"
-
-
-def test_of_a_run_the_step_asked_for_else_the_best_else_the_newest(tmp_path, save):
-    run = tmp_path / "run"
-    for step in (10, 20, 30):
-        save(run, step)
-    assert runs.find_checkpoint(run).name == "step_000030"
-    save(run, 40, is_best=True)
-    save(run, 50)
-    assert runs.find_checkpoint(run).name == "step_000040"
-    assert runs.find_checkpoint(run, 20).name == "step_000020"
-    message = refused(runs.find_checkpoint, run, 25)
-    assert "--step=25" in message and "10, 20, 30, 40, 50" in message
-    assert "no checkpoint" in refused(runs.find_checkpoint, tmp_path)
-
-
-def test_a_checkpoint_is_itself_and_has_no_other_steps(tmp_path, save):
-    folder = save(tmp_path / "run", 10)
-    assert runs.find_checkpoint(folder) == folder
-    assert "--step=7" in refused(runs.find_checkpoint, folder, 7)
-
-
-def test_a_best_that_is_gone_is_said_not_guessed(tmp_path, save):
-    run = tmp_path / "run"
-    save(run, 10, is_best=True)
-    save(run, 20)
-    best = (run / "ckpt" / "best.json").read_text()
-    for text in (best.replace("step_000010", "step_000011"), "{"):
-        (run / "ckpt" / "best.json").write_text(text)
-        assert "best.json" in refused(runs.find_checkpoint, run)
-        assert runs.find_checkpoint(run, 20).name == "step_000020"
-
-
-def test_a_source_is_a_whole_run_or_checkpoint(tmp_path, save):
-    run = tmp_path / "run"
-    folder = save(run, 10, is_best=True)
-    for word in ("auto", "scratch", "resume"):
-        assert runs.find_source(word) is None
-    assert runs.find_source(str(run)) == runs.find_source(str(folder)) == folder
-    for wrong in ("gpt2", str(tmp_path / "nowhere"), str(folder / "model.safetensors")):
-        assert f"init_from={wrong}: expected auto, scratch, resume" in refused(
-            runs.find_source, wrong)
-    assert "no checkpoint" in refused(runs.find_source, str(tmp_path))
-    for name in ("model.json", "model.safetensors"):
-        data = (folder / name).read_bytes()
-        (folder / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-        assert str(folder / name) in refused(runs.find_source, str(run))
-        (folder / name).write_bytes(data)

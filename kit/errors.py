@@ -1,0 +1,62 @@
+"""Mistakes and mishaps as one line on the terminal, and the exit code that goes with them."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+class UserError(Exception):
+    """A person's mistake, in a line: what was given, what was expected, what to do."""
+
+    def __str__(self) -> str:
+        return plain("\\n".join(super().__str__().splitlines()))  # a line, whatever it quotes
+
+
+def plain(text: str) -> str:
+    """Text without the codes that could move the cursor of a terminal or change its title."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda code: ascii(code[0])[1:-1], text)
+
+
+def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...]) -> None:
+    """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
+    script, *argv = sys.argv
+    debug = bool({"--debug", "--debug=True"} & set(argv))
+    for stream in (sys.stdout, sys.stderr):  # a console may lack letters that a model writes
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = main([a for a in argv if a != "--debug"]) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has gone, as in `sample.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except KeyboardInterrupt:
+        print(f"{Path(script).name}: interrupted", file=sys.stderr)
+        code = 130
+    except (UserError, OSError, *mistakes) as e:
+        if debug:
+            raise
+        print(f"{Path(script).name}: {plain(spell_os_error(e))}", file=sys.stderr)
+        code = 2
+    except (MemoryError, RuntimeError) as e:
+        if debug or not out_of_memory(e):
+            raise
+        print(f"{Path(script).name}: out of memory; a smaller batch_size (with more "
+              "gradient_accumulation_steps), block_size or model needs less", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def out_of_memory(e: BaseException) -> bool:
+    """Whether an error says that memory is full: Python's, torch's on a CPU or on a GPU."""
+    return (isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError"
+            or (isinstance(e, RuntimeError) and "can't allocate memory" in str(e)))
+
+
+def spell_os_error(e: BaseException) -> str:
+    """'No space left on device: out/small/log.jsonl'; of another error its own words."""
+    name = getattr(e, "filename2", None) or getattr(e, "filename", None)
+    text = getattr(e, "strerror", None) or str(e)
+    return f"{text}: {name}" if name else text

@@ -1,0 +1,96 @@
+"""The checkpoint that somebody means: of the newest run, of a run, of a step, a folder itself."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from kit import checkpoint
+from kit.errors import UserError
+from kit.files import read_json, write_json
+from kit.loading import load_config, refuse_lie
+from kit.settings import CLONE
+
+WORDS = ("auto", "scratch", "resume")  # any other init_from is a folder with weights
+
+
+def out_root() -> Path:
+    """The folder of all runs: out/ in the clone, or $BONSAI_OUT."""
+    return Path(os.environ.get("BONSAI_OUT", CLONE / "out"))
+
+
+def remember(path: Path) -> None:
+    """Make this the newest run, the one that sample.py takes."""
+    root = out_root()
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / ".lock"):
+        for stale in root.glob(".tmp-*-latest.json"):  # of a process that was killed here
+            stale.unlink(missing_ok=True)
+        write_json(root / "latest.json", {"path": str(path.resolve())})
+
+
+def find_run(out_dir: str | None) -> Path:
+    """The run folder given, or the newest."""
+    pointer = out_root() / "latest.json"
+    if not out_dir and not pointer.exists():
+        raise UserError("no run yet: `python train.py config/small.py` makes one, "
+                        "or name its folder with --out_dir=")
+    path = Path(out_dir or str(read_json(pointer).get("path")))
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; name that of a run with --out_dir=")
+    return path
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """Of a run: the step asked for, else the best, else the newest. A checkpoint is itself."""
+    found, best = checkpoint.newest_first(path), path / "ckpt" / "best.json"
+    if step is not None:
+        found = [p for p in found if checkpoint.step_of(p) == step]
+    elif (path / "model.safetensors").exists():
+        return path
+    elif best.exists():
+        name = checkpoint.pointed(path, "best")
+        if not name:
+            raise UserError(f"{best}: damaged, or its checkpoint is gone; take one with --step=")
+        return path / "ckpt" / name
+    if not found:
+        steps = [str(checkpoint.step_of(p)) for p in checkpoint.newest_first(path)[::-1]]
+        asked = "" if step is None else f" for --step={step}"
+        raise UserError(f"{path}: no checkpoint{asked}; steps there: {', '.join(steps) or 'none'}")
+    return found[0]
+
+
+def find_source(init_from: str) -> Path | None:
+    """The checkpoint whose weights a new run starts from; None for auto, scratch and resume."""
+    if init_from in WORDS:
+        return None
+    if not Path(init_from).is_dir():
+        raise UserError(f"init_from={init_from}: expected auto, scratch, resume, or a folder of "
+                        "weights: a run or a checkpoint")
+    folder = find_checkpoint(Path(init_from))
+    checkpoint.check(folder, checkpoint.WEIGHTS)
+    return folder
+
+
+def adopt_architecture(settings: Any, given: set[str], source: Path) -> None:
+    """A run from weights has their architecture; UserError where a `given` setting is another."""
+    config = load_config(source)
+    refuse_lie(config, source / "model.safetensors")
+    for name in sorted(vars(config).keys() - {"vocab_size", "dropout"}):
+        ours, theirs = getattr(settings, name), getattr(config, name)
+        if name in given and ours != theirs:
+            raise UserError(f"{name}={ours}, but the weights of {source} have {name}={theirs}; "
+                            f"drop {name} to take theirs")
+        setattr(settings, name, theirs)
+
+
+def same_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """UserError unless the checkpoint was trained with this tokenizer."""
+    theirs = read_json(folder / "tokenizer.json")
+    if theirs.get("hash") != tokenizer.hash:
+        raise UserError(f"{folder} was trained with tokenizer {theirs.get('spec')}, the data set "
+                        f"has another, {tokenizer.spec}; prepare it with that one: python -m "
+                        f"data.prepare SOURCE --name=NAME --tokenizer={folder / 'tokenizer.json'}")
+    if (ids := load_config(folder).vocab_size) != tokenizer.vocab_size:
+        raise UserError(f"{folder}: its tokenizer has {tokenizer.vocab_size} ids, its model {ids}")

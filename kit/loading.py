@@ -1,0 +1,88 @@
+"""Reading a model back: its architecture and weights, which are not believed until they fit."""
+
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from kit.checkpoint import WEIGHTS, check
+from kit.errors import UserError
+from kit.files import read_json, size_of
+from kit.settings import fits
+from model import GPT, GPTConfig
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """On the CPU. UserError for a file that is not whole safetensors."""
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError) as e:
+        raise UserError(f"{path}: damaged: {e}") from None
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a file, by its header alone; UserError unless of real numbers."""
+    size_of(path)
+    try:
+        with safe_open(path, "pt") as f:
+            slices = {name: f.get_slice(name) for name in f.keys()}
+            odd = {s.get_dtype() for s in slices.values()} - {"F32", "F16", "BF16", "F64"}
+            if odd:
+                raise UserError(f"{path}: holds tensors of type {min(odd)}, which no model has")
+            return {name: tuple(s.get_shape()) for name, s in slices.items()}
+    except (SafetensorError, ValueError) as e:
+        raise UserError(f"{path}: damaged: {e}") from None
+
+
+def load_config(folder: Path) -> GPTConfig:
+    """The architecture of a checkpoint; fields that an older one lacks take their defaults."""
+    path, hints = folder / "model.json", get_type_hints(GPTConfig)
+    values = {k: v for k, v in read_json(path).items() if k not in ("format", "seal")}
+    for name, value in values.items():
+        if name not in hints:  # another version's
+            raise UserError(f"{path}: unknown field {name}")
+        if not fits(value, hints[name]) or (isinstance(value, int) and value >= 2**31):
+            raise UserError(f"{path}: {name} is {value!r:.50}")
+    try:
+        return GPTConfig(**values)
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
+
+
+def refuse_lie(config: GPTConfig, path: Path) -> None:
+    """UserError where an architecture is not that of a file of weights: before memory is taken."""
+    shapes = shapes_of(path)
+    layers = len({name.split(".")[1] for name in shapes if name.startswith("h.")})
+    if layers != config.n_layer:
+        raise UserError(f"{path}: does not fit the model: {layers} layers, not {config.n_layer}")
+    for name, shape in (("wte.weight", (config.vocab_size, config.n_embd)),
+                        ("wpe.weight", (config.block_size, config.n_embd))):
+        if shapes.get(name) != shape:
+            raise UserError(f"{path}: does not fit the model: {name} is "
+                            f"{shapes.get(name, 'absent')}, the model's is {shape}")
+
+
+def load_weights(model: GPT, path: Path) -> None:
+    """Copy a model.safetensors into a model of exactly its names and shapes."""
+    parameters, theirs = dict(model.named_parameters()), shapes_of(path)
+    ours = {n: tuple(p.shape) for n, p in parameters.items()}
+    if different := theirs.items() ^ ours.items():
+        name = min(different)[0]
+        raise UserError(f"{path}: does not fit the model: {name} is {theirs.get(name, 'absent')}, "
+                        f"the model's is {ours.get(name, 'absent')}")
+    tensors = load_tensors(path)
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(tensors[name])
+
+
+def load_model(folder: Path) -> tuple[GPT, dict[str, Any], dict[str, Any]]:
+    """A checkpoint folder -> the model on the CPU, its tokenizer as JSON, its state."""
+    state = check(folder, WEIGHTS)
+    config, path = load_config(folder), folder / "model.safetensors"
+    refuse_lie(config, path)
+    model = GPT(config)
+    load_weights(model, path)
+    return model, read_json(folder / "tokenizer.json"), state

@@ -1,0 +1,71 @@
+"""What befalls a process that trains: signals, a full disk, too little memory; each in one line."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kit import checkpoint
+from kit.errors import UserError, out_of_memory, spell_os_error
+
+
+class Interrupt:
+    """Inside `with`, Ctrl-C and SIGTERM only set `signal`; a second one leaves at once."""
+
+    signal: int | None = None
+    at = 0.0  # when it came
+
+    def __enter__(self) -> "Interrupt":
+        on_main = threading.current_thread() is threading.main_thread()  # else Python forbids it
+        numbers = (signal.SIGINT, signal.SIGTERM) if on_main else ()
+        self.before = {n: signal.signal(n, self.handle) for n in numbers}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, frame: Any) -> None:
+        passed_on = "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self.at < 5
+        if self.signal and not passed_on:  # torchrun sends on what the terminal sent us too
+            os._exit(128 + number)
+        self.signal, self.at = self.signal or number, time.monotonic()
+
+
+@contextlib.contextmanager
+def explained(path: Path, settings: Any) -> Iterator[None]:
+    """Turn a failing disk or memory in the block into a line that says what is left and to do."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise UserError(f"{spell_os_error(e)}; {last_good(path)}. Once this is mended, give "
+                        "the same command again") from e
+    except (MemoryError, RuntimeError) as e:
+        if out_of_memory(e):
+            raise UserError(f"out of memory with {smaller(settings)}; {last_good(path)}") from e
+        raise
+
+
+def last_good(path: Path) -> str:
+    """Where the newest checkpoint is, for a message."""
+    name = checkpoint.pointed(path, "latest")
+    return f"the last good checkpoint is {path / 'ckpt' / name}" if name else \
+        "there is no checkpoint yet"
+
+
+def smaller(s: Any) -> str:
+    """The settings that take memory, and those that would make the same updates with less."""
+    b, a = s.batch_size, s.gradient_accumulation_steps
+    now = f"batch_size={b} and gradient_accumulation_steps={a}"
+    if b == 1:
+        return f"{now}: a smaller block_size={s.block_size}, n_embd={s.n_embd} or n_layer=" \
+               f"{s.n_layer} needs less"
+    part = next((p for p in range(2, min(b, 10_000)) if b % p == 0), b)
+    return f"{now}: --batch_size={b // part} --gradient_accumulation_steps={a * part} makes the " \
+           "same updates in less"

@@ -1,0 +1,143 @@
+"""What a run tells, on rank 0 alone: first lines, log.jsonl, wandb, the curve, last lines."""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from kit import checkpoint
+from kit import device as machine
+from kit.distributed import Ranks, say
+from kit.files import write_json
+from kit.metrics import Log, Progress, draw_loss
+from kit.runs import Run, clear, launch
+from kit.sampling import start_ids, write_text
+from model import GPT
+
+
+class Report:
+    """The voice of a run. data is its data set, progress what moves while it trains."""
+
+    def __init__(self, s: Any, run: Run, data: Any, ranks: Ranks, progress: Progress):
+        self.s, self.run, self.data, self.ranks, self.progress = s, run, data, ranks, progress
+        self.path = run.path
+        self.drawn = time.perf_counter()  # when the curve was drawn
+        self.began = self.drawn - progress.elapsed_s
+        self.peak_tok_s = math.inf
+        self.about: dict[str, Any] = {}  # what config.json holds, and each checkpoint too
+
+    def introduce(self, model: GPT, device: torch.device, dtype: torch.dtype, compiled: str,
+                  parallel: str) -> None:
+        """The first lines; then config.json and the log are there. Replaces a run if told to."""
+        if not self.ranks.main:
+            return
+        if self.run.replaces:  # now that all else is known to work
+            clear(self.path)
+        s, data, p, world = self.s, self.data, self.progress, self.ranks.world
+        say(f"device: {machine.describe(device, dtype)}")
+        self.peak_tok_s = world * machine.peak_flops(dtype, device) / model.flops_per_token()
+        say(f"model: {model.num_params():,} parameters, {data.vocab_size:,} tokens "
+            f"({data.tokenizer.spec}); compile {compiled}")
+        batch, pieces = self.ranks.divide(s.batch_size, s.gradient_accumulation_steps)
+        rows = s.batch_size * s.gradient_accumulation_steps
+        processes = "1 process" if world == 1 else f"{world} processes ({parallel})"
+        say(f"update: {batch} rows x {s.block_size} tokens x {pieces} micro-steps x {processes} "
+            f"= {rows * s.block_size:,} tokens")
+        epochs = s.max_iters * rows / data.train.epoch_rows(s.block_size)
+        say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
+            f"of {data.folder.name}, in {self.path}")
+        before = (self.run.resume[1].get("run") if self.run.resume else None) or {}
+        self.wandb = Wandb(s.wandb_log, asdict(s), self.path.name, before.get("wandb_id"), say)
+        self.about = {"settings": asdict(s), "device": device.type, "launch": launch(),
+                      "dtype": machine.name_of(dtype), "dataset_hash": data.hash,
+                      "wandb_id": self.wandb.id, "over": False}
+        write_json(self.path / "config.json", self.about)
+        self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """A line of the log."""
+        p = self.progress
+        p.elapsed_s = time.perf_counter() - self.began
+        row |= {"elapsed_s": round(p.elapsed_s, 3), "train_s": round(p.train_s, 3)}
+        if self.ranks.main:
+            self.log.write(row)
+            self.wandb.log(row)
+
+    def draw(self, after: float) -> None:
+        """The curve, if the last one is `after` seconds old."""
+        if self.ranks.main and time.perf_counter() - self.drawn >= after:
+            draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
+            self.drawn = time.perf_counter()
+
+    def conclude(self, model: GPT | None, device: torch.device) -> None:
+        """The last lines, and what the model writes; None where no process has all of it."""
+        if not self.ranks.main:
+            return
+        self.wandb.finish()
+        p = self.progress
+        p.elapsed_s = time.perf_counter() - self.began
+        for line in p.closing(self.peak_tok_s, device.type):
+            say(line)
+        write_json(self.path / "config.json", self.about | {"over": True})
+        best = checkpoint.pointed(self.path, "best") or checkpoint.pointed(self.path, "latest")
+        say(f"checkpoint: {self.path / 'ckpt' / best}\ncurve: {self.path / 'loss.png'}")
+        if model:
+            say(f"a sample:\n{'-' * 80}\n{self.sample(model)}\n{'-' * 80}")
+        say('write more with: python sample.py --prompt "..."')
+
+    def sample(self, model: GPT) -> str:
+        """What the model writes by itself, or answers to a held-out sample."""
+        data, start, end = self.data, start_ids(self.data.tokenizer), None
+        if data.kind == "instruct":
+            start, end = data.val.prompt(0), data.separator
+        return write_text(model, data.tokenizer, start, end, self.s.seed)
+
+
+class Wandb:
+    """Weights & Biases, if asked for; whatever fails there is one warning and the run goes on.
+
+    Its own environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_MODE, ...) count where the
+    settings say nothing. A run that goes on goes on there too. Without a key it logs offline.
+    """
+
+    def __init__(self, on: bool, settings: dict[str, Any], name: str, run_id: str | None,
+                 warn: Callable[[str], None]):
+        self.run, self.warn, self.id = None, warn, run_id
+        with self.guard():
+            if on:
+                import wandb  # here, because it is slow to import and off by default
+
+                mode = None
+                if not (os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)):
+                    mode = "offline"
+                    warn("wandb: no key (wandb login, or WANDB_API_KEY), so it logs offline; "
+                         "`wandb sync` uploads it later")
+                project = settings["wandb_project"] or os.environ.get("WANDB_PROJECT")
+                name = settings["wandb_run_name"] or os.environ.get("WANDB_NAME") or name
+                self.run = wandb.init(project=project or "bonsaigpt", name=name, config=settings,
+                                      id=run_id, resume="allow", mode=mode)
+                self.id = self.run.id
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as e:  # a logger must not end a run, whatever it raises
+            self.run = None
+            reason = " ".join(f"{type(e).__name__}: {e}".split())
+            self.warn(f"wandb is off from here on, log.jsonl goes on: {reason}")
+
+    def log(self, row: dict[str, Any]) -> None:
+        with self.guard():
+            if self.run:
+                self.run.log(row, step=row["step"])
+
+    def finish(self) -> None:
+        with self.guard():
+            if self.run:
+                self.run.finish()

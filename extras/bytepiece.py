@@ -11,7 +11,6 @@ source, the latter for bytes instead of str, with a C compiler:
 A checkpoint carries the pieces, so to decode takes no package; to encode does.
 """
 
-import json
 import re
 from base64 import b64decode, b64encode
 from functools import cached_property
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import DataError
+from data import DataError, read_json
 from data.tokenizer import EOT, Tokenizer
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")  # ids 0, 1, 2 of every model
@@ -80,8 +79,8 @@ def make(argument: str) -> BytePieceTokenizer:
         raise DataError(f"there is no file {argument!r}; expected bytepiece:MODEL_FILE, a model "
                         "that bytepiece.Trainer saved")
     try:
-        tokenizer = BytePieceTokenizer(json.loads(Path(argument).read_bytes()))
-    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        tokenizer = BytePieceTokenizer(read_json(Path(argument)))
+    except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"{argument} is no BytePiece model ({error}); give one that "
                         "bytepiece.Trainer saved") from None
     tokenizer._engine  # noqa: B018  told now, not after the first pass over the text

@@ -25,7 +25,7 @@ from kit import checkpoint, finding, loading, runs
 from kit import device as machine
 from kit.distributed import Ranks, say
 from kit.errors import UserError, run
-from kit.evaluate import eval_batches, evaluate, spell_loss
+from kit.evaluate import eval_batches, evaluate, evaluate_only, spell_loss
 from kit.metrics import Progress, spell_time
 from kit.mishaps import Interrupt, explained, last_good
 from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
@@ -106,7 +106,8 @@ class TrainSettings:
         at_least(self, 1, "batch_size gradient_accumulation_steps max_iters eval_interval keep "
                           "log_interval")
         at_least(self, 0, "seed warmup_iters patience eval_iters weight_decay grad_clip min_lr")
-        in_range(self, 0, math.inf, "learning_rate muon_lr init_std timeout")
+        in_range(self, 0, math.inf, "learning_rate muon_lr init_std")
+        in_range(self, 0, 1e7, "timeout")
         if not (self.skip_spikes == 0 or self.skip_spikes > 1):
             raise UserError(f"skip_spikes={self.skip_spikes}: must be 0 or above 1; inf skips only "
                             "what is not finite")
@@ -136,25 +137,26 @@ ARCHITECTURE = {f.name for f in fields(GPTConfig)} - {"dropout", "vocab_size"} |
 
 
 def main(argv: list[str]) -> int:
-    loaded = load(TrainSettings, argv, "config/small.py", runs.settings_of)
-    s, ranks = loaded.settings, Ranks()
-    device = machine.choose_device(s.device, ranks.local if ranks.world > 1 else None)
+    ranks = Ranks()
+    loaded = ranks.alike(lambda: load(TrainSettings, argv, "config/small.py", runs.settings_of))
+    s: TrainSettings = loaded.settings
+    device = ranks.alike(lambda: machine.choose_device(s.device, ranks.local_rank))
     with ranks.join(device, s):
         ranks.divide(s.batch_size, s.gradient_accumulation_steps)  # refuses what cannot be shared
         source, data = ranks.first(lambda: open_data(s, loaded.given))
-        ranks.refuse_other(data.hash, f"{data.folder} is not what it is")
+        ranks.refuse_other({"data": data.hash, **asdict(s)}, "out_dir device debug")
         machine.prepare_device(device)
         if s.eval_only:
             return evaluate_only(s, source, data, device, ranks)
         run, dtype = runs.begin(loaded, ARCHITECTURE, data, device, ranks)
         trainer = Trainer(s, run, source, data, device, dtype, ranks)
-        with trainer.interrupt, explained(run.path, s), trainer.writer:
+        with trainer.interrupt, explained(run.path, s, ranks.world), trainer.writer:
             trainer.loop()
         if trainer.progress.finished:
             trainer.report.conclude(trainer.model if trainer.parallel != "fsdp" else None, device)
             return 0
         say(f"interrupted at step {trainer.progress.step}, saved. Go on with:\n"
-            f"    {runs.command_to_go_on(loaded, run.path)}")
+            f"    {runs.command_to_go_on(loaded, run.path, ranks)}")
         return 128 + trainer.signal
 
 
@@ -179,21 +181,6 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
     return source, data
 
 
-def evaluate_only(s: TrainSettings, source: Path | None, data: Dataset, device: torch.device,
-                  ranks: Ranks) -> int:
-    """The loss of a checkpoint on the validation split; nothing is written."""
-    folder = source or ranks.first(lambda: finding.find_checkpoint(finding.find_run(s.out_dir)))
-    finding.same_tokenizer(folder, data.tokenizer)
-    model, _, state = loading.load_model(folder)
-    batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters,
-                           ranks.rank, ranks.world)
-    dtype = ranks.once(lambda: machine.name_of(machine.choose_dtype(s.dtype, device)))
-    result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
-                      partial(machine.autocast, device, machine.DTYPES[dtype]), add=ranks.add)
-    say(f"{folder}, step {state['step']}: {spell_loss(result)}")
-    return 0
-
-
 class Trainer:
     """Model, optimizers, data and progress, and the loop that moves them."""
 
@@ -213,25 +200,26 @@ class Trainer:
         if run.resume or source:
             folder = run.resume[0] if run.resume else source  # of a run, only rank 0 has it
             ranks.once(lambda: loading.load_weights(self.model, folder / "model.safetensors"))
-        self.parallel = ranks.choose(s.parallel, self.model, device)
+        self.parallel = ranks.tell(ranks.choose(s.parallel, self.model, device))
         if self.parallel == "fsdp" and self.scaler.is_enabled():
             ranks.refuse("dtype=float16 does not go with parallel=fsdp; take bfloat16 or float32")
         self.replica = ranks.place(self.model, device, self.parallel)  # what is called for a loss
         self.optimizers = build_optimizers(self.model, s)
         if run.resume:
-            self.restore(*run.resume)
+            self.restore(*run.resume, run.over)
         elif source:
             say(f"starting from the weights of {source}")
         compiled = machine.compile_model(self.model, s.compile, self.autocast)
         self.report = Report(s, run, data, ranks, self.progress)
         self.report.introduce(self.model, device, dtype, compiled, self.parallel)
 
-    def restore(self, folder: Path | None, state: dict[str, Any]) -> None:
+    def restore(self, folder: Path | None, state: dict[str, Any], over: bool) -> None:
         """Take up a checkpoint exactly where it was left; rank 0 alone has the folder."""
-        self.progress = Progress.from_state(state)
-        self.saved = (self.progress.step, self.progress.finished)
-        if self.s.init_from == "resume":  # one that is over goes on only if asked to
-            self.progress.finished = False
+        p = self.progress = Progress.from_state(state)
+        self.saved = (p.step, p.finished)
+        if over:  # it is to go on all the same
+            p.worse = 0
+        p.finished = p.last_eval == p.step and self.is_finished()
         tensors = loading.load_tensors(folder / "optimizer.safetensors") if folder else {}
         load_optimizer_tensors(self.optimizers, self.model, self.ranks.spread(tensors))
         if state.get("scaler"):  # not where the run had another dtype
@@ -247,7 +235,12 @@ class Trainer:
         while True:
             due = p.step > 0 and (p.step % s.eval_interval == 0 or p.step >= s.max_iters)
             if due and p.last_eval != p.step:
-                self.evaluate()
+                try:
+                    self.evaluate()
+                except (OSError, MemoryError, RuntimeError):
+                    if self.ranks.world == 1:  # what was trained is not lost with it
+                        self.save()
+                    raise
                 mark = time.perf_counter(), p.tokens
             p.finished = p.finished or (p.step >= s.max_iters and p.last_eval == p.step)
             self.signal = self.ranks.agree(self.interrupt.signal)
@@ -333,14 +326,15 @@ class Trainer:
         overflow = self.scaler.is_enabled() and not math.isfinite(norm)  # the scaler sees to it
         bad = not math.isfinite(loss) or not (math.isfinite(norm) or overflow)
         step, what = self.progress.step + 1, f"the loss is {loss}, the gradient norm {norm}"
-        if bad and not self.s.skip_spikes:
+        hopeless = overflow and self.scaler.get_scale() < 2**-14
+        if hopeless or (bad and not self.s.skip_spikes):
             self.give_up(step, what)
         skip = self.progress.odd_norm(math.nan if bad else norm, self.s.skip_spikes)
         if skip:
             say(f"step {step:,}: skipped, {what}")
             if self.progress.skipped_in_a_row >= 20:
                 self.give_up(step, f"20 updates in a row were skipped; {what}")
-        return skip
+        return skip or overflow
 
     def give_up(self, step: int, why: str) -> None:
         self.writer.wait()
@@ -367,7 +361,7 @@ class Trainer:
             p.best_step, p.best_loss, p.best_bpb, p.worse = p.step, p.val_loss, p.val_bpb, 0
         else:
             p.worse += 1
-        p.finished = p.step >= s.max_iters or bool(s.patience and p.worse >= s.patience)
+        p.finished = self.is_finished()
         self.report.record({"step": p.step, "tokens": p.tokens, "val_loss": p.val_loss,
                             "val_bpb": p.val_bpb})
         best = "best so far, " if is_best else ""
@@ -376,9 +370,15 @@ class Trainer:
             self.save()
         self.report.draw(30)
 
+    def is_finished(self) -> bool:
+        """Whether an evaluation at this step ends the run."""
+        s, p = self.s, self.progress
+        return p.step >= s.max_iters or bool(s.patience and p.worse >= s.patience)
+
     def save(self) -> None:
         """Copy all that a checkpoint holds and write it in the background."""
         with self.progress.timed("saving"):
+            self.writer.wait()  # one copy at a time
             weights = self.ranks.snapshot(dict(self.model.named_parameters()))
             optimizer = self.ranks.snapshot(optimizer_tensors(self.optimizers, self.model))
             self.saved = (self.progress.step, self.progress.finished)

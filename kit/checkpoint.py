@@ -48,6 +48,7 @@ def save(run: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
     aside = folder / f".tmp-{final.name}"
     remove(aside)
     folder.mkdir(exist_ok=True)
+    sync(run)
     aside.mkdir()
     try:
         write_json(aside / "model.json", asdict(config))
@@ -81,7 +82,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def settle(run: Path, state: dict[str, Any], keep: int) -> None:
     """What follows from a new checkpoint: two pointers, and old ones go. Done again if need be."""
     folder = run / "ckpt"
-    for which, step in (("best", state.get("best_step")), ("latest", state["step"])):
+    for which, step in (("best", state.get("best_step") or None), ("latest", state["step"])):
         name = f"step_{step:06d}" if isinstance(step, int) else ""
         if name and pointed(run, which) != name and (folder / name).exists():
             write_json(folder / f"{which}.json", {"name": name})
@@ -160,13 +161,11 @@ def check(folder: Path, names: tuple[str, ...] = FILES) -> dict[str, Any]:
                 raise UserError(f"{path}: damaged ({size_of(path):,} bytes), its hash does not fit")
     except (FileNotFoundError, NotADirectoryError) as e:
         raise UserError(f"{e.filename}: missing, this is not a complete checkpoint") from None
-    except OSError as e:  # no permission, a failing disk
-        raise UserError(f"{e.filename or folder}: cannot be read: {e.strerror}") from None
     return state
 
 
 def examine(run: Path, warn: Say) -> list[tuple[Path, dict[str, Any]]]:
-    """All sound checkpoints of a run, the newest first, with their states.
+    """All sound checkpoints of a run, the newest first, the state of that one with it.
 
     Each damaged one is named. If a sound one is left, it is set aside as damaged_step_N, so that it
     never counts as one again, and what points to it is written anew.
@@ -174,7 +173,8 @@ def examine(run: Path, warn: Say) -> list[tuple[Path, dict[str, Any]]]:
     sound, damaged = [], []
     for folder in newest_first(run):
         try:
-            sound.append((folder, check(folder)))
+            state = check(folder)  # may be large
+            sound.append((folder, {} if sound else state))
         except UserError as e:
             damaged.append((folder, e))
     for folder, e in damaged:

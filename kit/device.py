@@ -91,7 +91,13 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     name = {"cuda": lambda: torch.cuda.get_device_name(device), "mps": lambda: "Apple GPU",
             "cpu": lambda: f"{torch.get_num_threads()} threads, bfloat16 products "
                            f"{bf16_gain():.1f} times as fast as float32"}[device.type]()
-    return f"{device} ({name}), {name_of(dtype)}, torch {torch.__version__}"
+    return f"{device} ({name}), {name_of(dtype)}, torch {torch.__version__}{untested()}"
+
+
+def untested() -> str:
+    """A word on a torch that this code was not tested with."""
+    minor = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    return "" if (2, 9) <= minor <= (2, 13) else " (tested with 2.9 to 2.13)"
 
 
 def prepare_device(device: torch.device) -> None:

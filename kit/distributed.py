@@ -34,29 +34,37 @@ class Ranks:
 
     def __init__(self) -> None:
         try:
-            self.rank, self.world, self.local, self.local_world, self.restarts = (
+            self.rank, self.world, local_rank, self.local_world = (
                 int(os.environ.get(name, default)) for name, default in (
-                    ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1),
-                    ("TORCHELASTIC_RESTART_COUNT", 0)))
+                    ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+            if not 0 <= self.rank < self.world:
+                raise ValueError(f"rank {self.rank} of {self.world}")
         except ValueError as e:
             raise UserError(f"RANK, WORLD_SIZE and the like are set by torchrun: {e}") from None
         self.main = self.rank == 0
+        self.local_rank = local_rank if self.world > 1 else None  # on this machine
+        self.launch = [f"{os.environ.get('TORCHELASTIC_RUN_ID')}-{os.getppid()}"]
 
     def join(self, device: torch.device, s: Any) -> "Ranks":
         """Meet the others; UserError where that fails within s.timeout seconds."""
-        nccl = device.type == "cuda" if s.backend == "auto" else s.backend == "nccl"
+        nccl = s.backend == "nccl" or (s.backend == "auto" and device.type == "cuda"
+                                       and dist.is_nccl_available())
         if nccl and device.type != "cuda":
             self.refuse(f"backend=nccl is for GPUs, but the device is {device}; take gloo")
         if self.world == 1:
             if s.parallel != "auto":
                 self.refuse(f"parallel={s.parallel} needs several processes: torchrun "
-                            "--nproc_per_node=2 train.py ...")
+                            "--nproc_per_node=2 train.py ...; or take --parallel=auto")
             return self
         if device.type == "mps":
             self.refuse("device=mps trains in one process; start it without torchrun")
         if device.type == "cuda":
+            if s.device.startswith("cuda:") and self.local_world > 1:
+                self.refuse(f"device={s.device}: each process of torchrun takes a GPU of its own; "
+                            "leave device out")
             torch.cuda.set_device(device)
-        self.patient = join(self.rank, self.world, nccl, s.timeout)
+        self.patient, token = join(self.rank, self.world, nccl, s.timeout)
+        self.launch.append(token)  # whatever the process is that started us
         return self
 
     def __enter__(self) -> "Ranks":
@@ -71,7 +79,7 @@ class Ranks:
         if isinstance(error, RuntimeError) and is_about_ranks(error):
             raise UserError(f"rank {self.rank}: another rank has gone, or did not answer in time "
                             f"(--timeout): {first_line(error)}; the same command goes on from the "
-                            "last checkpoint") from None
+                            "last checkpoint") from error
 
     # ---- what only rank 0 does
 
@@ -105,16 +113,29 @@ class Ranks:
             raise SystemExit(2)
         return answer if self.main else said["answer"]
 
+    def alike(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns; a mistake that is the same on all ranks is said once."""
+        try:
+            return work()
+        except UserError as e:
+            return self.refuse(str(e))
+
     def first(self, work: Callable[[], Any]) -> Any:
         """Everybody's own result of `work`, with rank 0 before the others; all end if it fails."""
         done: list[Any] = []
         self.once(lambda: done.append(work()))
         return done[0] if done else work()
 
-    def refuse_other(self, digest: str, what: str) -> None:
-        """UserError unless all ranks give the same hex digest."""
-        if len(set(self.gather(int(digest[:12], 16))[:, 0].tolist())) > 1:
-            raise UserError(f"rank {self.rank}: {what} for another rank; copy it to all machines")
+    def refuse_other(self, values: dict[str, Any], but: str) -> None:
+        """UserError unless all ranks have the same values, those named in `but` aside."""
+        theirs = self.tell(values)
+        names = [n for n in values.keys() - but.split() if values[n] != theirs[n]]
+        if self.world > 1 and self.agree(len(names), self.patient):
+            n = min(names, default="")
+            if not n:  # the other one says it
+                raise SystemExit(2)
+            raise UserError(f"rank {self.rank}: {n} is {values[n]!r:.40}, that of rank 0 "
+                            f"{theirs[n]!r:.40}; give all machines the same settings and data")
 
     # ---- an update
 
@@ -131,18 +152,18 @@ class Ranks:
         self.refuse(f"{self.world} processes can share neither gradient_accumulation_steps="
                     f"{accumulation} nor batch_size={batch_size}; make one its multiple")
 
-    def gather(self, *values: float) -> Tensor:
+    def gather(self, *values: float, group: Any = None) -> Tensor:
         """The values of all ranks, float64 (world, len(values)), the same on each."""
         mine = torch.tensor([values], dtype=torch.float64)
         if self.world == 1:
             return mine
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(all_of_them, mine)
+        dist.all_gather(all_of_them, mine, group=group)
         return torch.cat(all_of_them)
 
-    def agree(self, number: int | None) -> int:
+    def agree(self, number: int | None, group: Any = None) -> int:
         """The largest number that any rank gives; None is 0."""
-        return int(self.gather(number or 0).max())
+        return int(self.gather(number or 0, group=group).max())
 
     def add(self, *values: float) -> list[float]:
         """Sums over all ranks, in the same order everywhere."""
@@ -162,6 +183,8 @@ class Ranks:
             return "none" if self.world == 1 else wanted
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
+        elif not hasattr(os, "sysconf"):  # Windows
+            return "ddp"
         else:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.local_world
         return "fsdp" if 16 * model.num_params() > memory / 2 else "ddp"
@@ -178,8 +201,9 @@ class Ranks:
             mesh = init_device_mesh(device.type, (self.world,))
             for module in (*model.h, model):
                 fully_shard(module, mesh=mesh)
-            for method in ("hidden", "loss"):  # evaluation calls them by themselves
-                register_fsdp_forward_method(model, method)
+            for name in ("hidden", "loss"):  # evaluation calls them outside of forward
+                setattr(model, f"{name}_apart", getattr(model, name))
+                register_fsdp_forward_method(model, f"{name}_apart")
             return model
         model.to(device)
         return DDP(model, gradient_as_bucket_view=True) if parallel == "ddp" else model

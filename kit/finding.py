@@ -1,5 +1,6 @@
 """The checkpoint that somebody means: of the newest run, of a run, of a step, a folder itself."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ def out_root() -> Path:
 
 
 def remember(path: Path) -> None:
-    """Make this the newest run, the one that sample.py takes."""
+    """Make this the newest run, the one that sample.py takes; where that can be written."""
     root = out_root()
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / ".lock"):
-        for stale in root.glob(".tmp-*-latest.json"):  # of a process that was killed here
-            stale.unlink(missing_ok=True)
-        write_json(root / "latest.json", {"path": str(path.resolve())})
+    with contextlib.suppress(OSError):  # no reason to end a run
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / ".lock"):
+            for stale in root.glob(".tmp-*-latest.json"):  # of a process that was killed here
+                stale.unlink(missing_ok=True)
+            write_json(root / "latest.json", {"path": str(path.resolve())})
 
 
 def find_run(out_dir: str | None) -> Path:

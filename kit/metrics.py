@@ -133,6 +133,7 @@ class Log:
             self.stride *= 2  # alike over the whole run
             train = [r for r in self.rows if "val_loss" not in r][::2]
             val = [r for r in self.rows if "val_loss" in r]
+            val = val[::2] if len(val) > MOST_ROWS // 2 else val
             self.rows = sorted(train + val, key=lambda r: r["step"])
 
 

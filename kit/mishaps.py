@@ -1,6 +1,7 @@
 """What befalls a process that trains: signals, a full disk, too little memory; each in one line."""
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -37,7 +38,7 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def explained(path: Path, settings: Any) -> Iterator[None]:
+def explained(path: Path, settings: Any, world: int = 1) -> Iterator[None]:
     """Turn a failing disk or memory in the block into a line that says what is left and to do."""
     try:
         yield
@@ -48,7 +49,8 @@ def explained(path: Path, settings: Any) -> Iterator[None]:
                         "the same command again") from e
     except (MemoryError, RuntimeError) as e:
         if out_of_memory(e):
-            raise UserError(f"out of memory with {smaller(settings)}; {last_good(path)}") from e
+            less = smaller(settings, world)
+            raise UserError(f"out of memory with {less}; {last_good(path)}") from e
         raise
 
 
@@ -59,13 +61,18 @@ def last_good(path: Path) -> str:
         "there is no checkpoint yet"
 
 
-def smaller(s: Any) -> str:
+def smaller(s: Any, world: int = 1) -> str:
     """The settings that take memory, and those that would make the same updates with less."""
     b, a = s.batch_size, s.gradient_accumulation_steps
+
+    def rows(b: int, a: int) -> float:
+        """Of a piece, where `world` processes can share it."""
+        return b if a % world == 0 else b / world if b % world == 0 else math.inf
+
     now = f"batch_size={b} and gradient_accumulation_steps={a}"
-    if b == 1:
-        return f"{now}: a smaller block_size={s.block_size}, n_embd={s.n_embd} or n_layer=" \
-               f"{s.n_layer} needs less"
-    part = next((p for p in range(2, min(b, 10_000)) if b % p == 0), b)
-    return f"{now}: --batch_size={b // part} --gradient_accumulation_steps={a * part} makes the " \
-           "same updates in less"
+    for part in range(2, min(b, 10_000) + 1):
+        if b % part == 0 and rows(b // part, a * part) < rows(b, a):
+            return f"{now}: --batch_size={b // part} --gradient_accumulation_steps={a * part} " \
+                   "makes the same updates in less"
+    return f"{now}: a smaller block_size={s.block_size}, n_embd={s.n_embd} or n_layer=" \
+           f"{s.n_layer} needs less"

@@ -15,7 +15,7 @@ from kit import device as machine
 from kit.distributed import Ranks, say
 from kit.files import write_json
 from kit.metrics import Log, Progress, draw_loss
-from kit.runs import Run, clear, launch
+from kit.runs import Run, clear
 from kit.sampling import start_ids, write_text
 from model import GPT
 
@@ -53,7 +53,7 @@ class Report:
             f"of {data.folder.name}, in {self.path}")
         before = (self.run.resume[1].get("run") if self.run.resume else None) or {}
         self.wandb = Wandb(s.wandb_log, asdict(s), self.path.name, before.get("wandb_id"), say)
-        self.about = {"settings": asdict(s), "device": device.type, "launch": launch(),
+        self.about = {"settings": asdict(s), "device": device.type, "launch": self.ranks.launch,
                       "dtype": machine.name_of(dtype), "dataset_hash": data.hash,
                       "wandb_id": self.wandb.id, "over": False}
         write_json(self.path / "config.json", self.about)

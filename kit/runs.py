@@ -4,6 +4,7 @@ import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from kit.finding import WORDS, out_root, same_tokenizer
 from kit.loading import refuse_lie
 from kit.settings import Loaded, Say
 
-ABOUT_THE_START = {"init_from", "overwrite", "out_dir", "debug"}  # settings, not of the run itself
+ABOUT_THE_START = {"init_from", "init_std", "overwrite", "out_dir", "debug"}  # settings
 OURS = ("config.json", "log.jsonl", "loss.png", ".lock", "ckpt")  # what a run folder holds
 
 
@@ -31,6 +32,7 @@ class Run(NamedTuple):
     lock: BaseFileLock | None  # rank 0 holds it
     resume: tuple[Path | None, dict[str, Any]] | None  # checkpoint to go on from, and its state
     replaces: bool  # overwrite: the run that is there goes once all else is known to work
+    over: bool = False  # it had ended, and is to go on all the same
 
 
 def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
@@ -43,7 +45,7 @@ def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
 
     def work() -> dict[str, Any]:
         name = loaded.files[-1].stem if loaded.files else "run"
-        run = claim(s.out_dir, name, s.init_from, s.overwrite, say, ranks.restarts)
+        run = claim(s.out_dir, name, s.init_from, s.overwrite, say, ranks.launch)
         mine.append(run)
         wanted = s.dtype
         if run.resume:
@@ -51,11 +53,11 @@ def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
             refuse_lie(s.model_config(data.vocab_size), run.resume[0] / "model.safetensors")
             wanted = same_dtype(run, s.dtype, device.type)
         return {"path": str(run.path), "dtype": name_of(choose_dtype(wanted, device)),
-                "state": run.resume and run.resume[1]}
+                "state": run.resume and run.resume[1], "over": run.over}
 
     told = ranks.once(work)
     resume = (None, told["state"]) if told["state"] else None
-    run = mine[0] if mine else Run(Path(told["path"]), None, resume, False)
+    run = mine[0] if mine else Run(Path(told["path"]), None, resume, False, told["over"])
     return run, DTYPES[told["dtype"]]
 
 
@@ -63,24 +65,19 @@ def has_run(path: Path) -> bool:
     return (path / "config.json").exists() or bool(checkpoint.newest_first(path))
 
 
-def launch() -> str:
-    """What all starts of one torchrun on this machine share, restarts included."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.getppid()}"
-
-
 def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn: Say,
-          restarts: int = 0) -> Run:
+          launch: Sequence[str] = ()) -> Run:
     """Find the folder of this run, lock it and say whether it goes on.
 
     out_dir None: out/<name>, then out/<name>-2 and so on once those are finished.
-    restarts: how often torchrun has started this program again; it goes on with what it began.
+    launch: words of which a start by the same torchrun has one; it goes on with what that began.
     """
     path = free = base = Path(out_dir) if out_dir else out_root() / name
     number = 1
     while not out_dir and has_run(free):
         number += 1
         path, free = free, base.with_name(f"{base.name}-{number}")
-    if restarts and began_here(path):
+    if "TORCHELASTIC_RUN_ID" in os.environ and began_by(path, launch):
         init_from, overwrite = "resume", False
     if overwrite:
         inside = Path(init_from).resolve().is_relative_to(path.resolve())
@@ -95,19 +92,19 @@ def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn:
         path = free
     if init_from == "resume" and not has_run(path):
         raise UserError(f"init_from=resume: {path} holds no run; --init_from=auto starts one")
+    over = is_over(path)
+    if over and init_from == "auto":
+        if out_dir:
+            raise UserError(there)
+        return Run(free, own(free), None, False)
     lock = own(path)
     found = checkpoint.examine(path, warn)
     if found:
         checkpoint.settle(path, found[0][1], keep_of(found[0][1]))
-    if found and init_from == "auto" and is_over(path, found[0][1]):
-        lock.release()
-        if out_dir:
-            raise UserError(there)
-        return Run(free, own(free), None, False)
     if not found and (checkpoint.newest_first(path) or any((path / "ckpt").glob("damaged_*"))):
         raise UserError(f"{path}: no complete checkpoint is left; --overwrite=True starts again")
     refuse_foreign(path, found, warn)
-    return Run(path, lock, found[0] if found else None, False)
+    return Run(path, lock, found[0] if found else None, False, over)
 
 
 def keep_of(state: dict[str, Any]) -> int:
@@ -117,19 +114,22 @@ def keep_of(state: dict[str, Any]) -> int:
     return 2
 
 
-def is_over(path: Path, state: dict[str, Any]) -> bool:
+def is_over(path: Path) -> bool:
     """Whether a run is finished and has said so; one that was killed between is not."""
-    with contextlib.suppress(UserError, OSError):
-        return bool(state.get("finished")) and read_json(path / "config.json").get("over", True)
-    return bool(state.get("finished"))
-
-
-def began_here(path: Path) -> bool:
-    """Whether it was this torchrun that began the run."""
-    try:
-        return read_json(path / "config.json").get("launch") == launch()
-    except (UserError, OSError):
+    for newest in checkpoint.newest_first(path)[:1]:
+        with contextlib.suppress(UserError, OSError):
+            if not read_json(newest / "state.json").get("finished"):
+                return False
+            return bool(read_json(path / "config.json").get("over", True))
         return False
+    return False
+
+
+def began_by(path: Path, launch: Sequence[str]) -> bool:
+    """Whether it was this torchrun that began the run."""
+    with contextlib.suppress(UserError, OSError, TypeError):
+        return bool(set(read_json(path / "config.json")["launch"]) & set(launch))
+    return False
 
 
 def own(path: Path) -> BaseFileLock:
@@ -224,12 +224,12 @@ def settings_of(s: Any) -> dict[str, Any] | None:
     return None
 
 
-def command_to_go_on(loaded: Loaded, path: Path) -> str:
-    """The command that started a run, such that it now goes on with it."""
+def command_to_go_on(loaded: Loaded, path: Path, ranks: Ranks) -> str:
+    """The command that goes on with a run: the same again, or its folder alone."""
     s = loaded.settings
-    flags = loaded.flags
-    if s.init_from != "auto" or s.overwrite:  # else the same command goes on
-        others = ("--out_dir=", "--init_from=", "--overwrite=")
-        flags = [f"--out_dir={path}", "--init_from=resume", "--overwrite=False",
-                 *(f for f in flags if not f.startswith(others))]
-    return shlex.join(["python", sys.argv[0], *map(str, loaded.files), *flags])
+    words = [*map(str, loaded.files), *loaded.flags]
+    if s.init_from != "auto" or s.overwrite:  # they would not mean this run
+        words = [f"--out_dir={path}"]
+    start = ["python"] if ranks.world == 1 else [
+        "torchrun", f"--nproc_per_node={ranks.local_world}"]
+    return shlex.join([*start, sys.argv[0], *words])

@@ -38,6 +38,7 @@ def load(cls: type, argv: list[str], default_config: str | None = None,
     """
     hints = get_type_hints(cls)
     files, flags = split_arguments(argv, hints)
+    chosen = bool(files)
     base: dict[str, Any] = {}
     if not files and default_config and not {"--help", "-h"} & set(flags):
         before = saved(parse_flags(cls(), flags, hints)) or {}
@@ -53,7 +54,8 @@ def load(cls: type, argv: list[str], default_config: str | None = None,
     settings = parse_flags(cls(**base | values), flags, hints)
     if hasattr(settings, "check"):
         settings.check()
-    return Loaded(settings, paths, flags, set(values) | {f[2:].partition("=")[0] for f in flags})
+    given = {f[2:].partition("=")[0] for f in flags} | (set(values) if chosen else set())
+    return Loaded(settings, paths, flags, given)
 
 
 def at_least(settings: Any, low: float, names: str) -> None:

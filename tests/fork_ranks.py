@@ -2,14 +2,15 @@
 
     python tests/fork_ranks.py JOBS.json
 
-JOBS.json is a list of {"world": 2, "argv": [...], "out": FILE, "fp32_muon": bool}; the exit codes
-of the ranks are printed as JSON, one list a job.
+JOBS.json is a list of {"world": 2, "argv": [...], "out": FILE, "fp32_muon": bool, "hang": seconds};
+the exit codes of the ranks are printed as JSON, one list a job.
 """
 
 import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -41,6 +42,15 @@ def rank(job: dict, number: int, port: int) -> None:
     sys.argv = ["train.py", *job["argv"]]
     if job.get("fp32_muon"):
         optimizer.Muon.dtype = torch.float32
+    if job.get("hang") and number == 1:
+        real = train.Trainer.update
+
+        def update(trainer: train.Trainer) -> dict:
+            if trainer.progress.step == 3:
+                time.sleep(job["hang"])
+            return real(trainer)
+
+        train.Trainer.update = update
     code = 1
     try:
         run(train.main, mistakes=(DataError,))

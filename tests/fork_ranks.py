@@ -2,8 +2,9 @@
 
     python tests/fork_ranks.py JOBS.json
 
-JOBS.json is a list of {"world": 2, "argv": [...], "out": FILE, "fp32_muon": bool, "hang": seconds};
-the exit codes of the ranks are printed as JSON, one list a job.
+JOBS.json is a list of {"world": 2, "argv": [...], "out": FILE, "fp32_muon": bool, "hang": seconds,
+"last_flags": more arguments for all but rank 0}; the exit codes of the ranks are printed as JSON,
+one list a job.
 """
 
 import json
@@ -39,7 +40,7 @@ def rank(job: dict, number: int, port: int) -> None:
     fd = os.open(f"{job['out']}.{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    sys.argv = ["train.py", *job["argv"]]
+    sys.argv = ["train.py", *job["argv"], *(job.get("last_flags", ()) if number else ())]
     if job.get("fp32_muon"):
         optimizer.Muon.dtype = torch.float32
     if job.get("hang") and number == 1:

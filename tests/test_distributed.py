@@ -270,6 +270,12 @@ def test_two_agents_meet_by_address_and_a_signal_saves(config, tmp_path):
     assert (tmp_path / "run" / "ckpt" / f"step_{step:06d}").is_dir()
 
 
+def test_ranks_with_other_settings_are_refused(train):
+    """Else they would train apart, and nobody would know."""
+    codes, output = train({"run": (2,)}, last_flags=["--learning_rate=0.5"])["run"]
+    assert codes == [2, 2] and "rank 1: learning_rate is 0.5" in output, output
+
+
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(train):
     """Rank 1 sleeps for 8 s in its fourth update; rank 0 waits for 4."""
     codes, output = train({"run": (2, "--timeout=4")}, hang=8)["run"]

@@ -5,7 +5,7 @@ Shapes in comments: B rows, T positions, C = n_embd, H heads, D = C / H, V = voc
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -43,8 +43,8 @@ class GPTConfig:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.attn_logn not in ("off", "fixed", "clipped", "learned"):
             raise ValueError(f"attn_logn={self.attn_logn}: must be off, fixed, clipped or learned")
-        usable = self.attn_logn in ("fixed", "clipped")
-        if self.logn_base is not None and not (usable and self.logn_base >= 2):
+        based = self.attn_logn in ("fixed", "clipped") and (self.logn_base or 0) >= 2
+        if self.logn_base is not None and not based:
             raise ValueError(f"logn_base={self.logn_base}: must be at least 2, and needs "
                              f"attn_logn=fixed or clipped, not {self.attn_logn}")
 
@@ -86,8 +86,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (a.view(B, T, self.n_head, -1).transpose(1, 2) for a in (q, k, v))  # (B, H, T, D)
         if self.logn != "off":
             q = q * self.query_scale(pos).to(q.dtype)
-        if store is not None:  # keys and values of all positions so far
-            k, v = store(k, v)  # (B, H, S, D)
+        if store is not None:
+            k, v = store(k, v)  # (B, H, S, D), of all positions so far
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return dropout(self.c_proj(y), self.dropout, self.training)
@@ -147,8 +147,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None, store: Store) -> Tensor:
         x = x + self.attn(self.ln_1(x), pos, mask, store)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        return x + self.mlp(self.ln_2(x))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -198,14 +197,14 @@ class KVCache:
     """Keys and values of the positions already seen; made, kept and passed in by the caller.
 
     `pos` is the number of positions held: a plain number while all rows agree, else a (B,) tensor.
-    Prompts of different lengths: pad them on the right, run them at once, `trim` to the true
-    lengths. No real token ever sees the padding, and the next tokens overwrite it.
+    Prompts of different lengths: pad them on the right, run them at once, `trim` to the true ones.
+    No real token ever sees the padding, and the next tokens overwrite it.
     """
 
     def __init__(self, config: GPTConfig, batch_size: int = 1, length: int | None = None,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None):
-        H, S = config.n_head, length or config.block_size
-        shape = (config.n_layer, batch_size, H, S, config.n_embd // H)
+        D, S = config.n_embd // config.n_head, length or config.block_size
+        shape = (config.n_layer, batch_size, config.n_head, S, D)
         self.k = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, H, S, D)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.pos: int | Tensor = 0
@@ -250,12 +249,10 @@ class KVCache:
 
     def expand(self, n: int) -> None:
         """Every row becomes n, side by side: n samples pay for one prompt."""
-        self.k, self.v = (a.repeat_interleave(n, dim=1) for a in (self.k, self.v))
-        if isinstance(self.pos, Tensor):
-            self.pos = self.pos.repeat_interleave(n)
+        self.select(torch.arange(self.k.size(1), device=self.k.device).repeat_interleave(n))
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows (indices), in this order."""
+        """Keep these rows (indices), in this order; one may come several times."""
         self.k, self.v = self.k[:, rows], self.v[:, rows]
         if isinstance(self.pos, Tensor):
             self.trim(self.pos[rows])
@@ -269,8 +266,65 @@ class KVCache:
         self.trim(pos)
 
 
+class Window:
+    """The tokens that each row sees, at most block_size of them, with their cache.
+
+    idx: prompts (B, T), padded on the right where `lengths` (B,) are shorter; of a long one the
+    newest block_size. Learned positions cannot slide: a full window is cut to its newest
+    context_keep tokens (default: half) and read again; block_size - 1 is the classic slide.
+    use_cache: False computes every step from scratch, to the same result.
+    """
+
+    def __init__(self, model: "GPT", idx: Tensor, lengths: Tensor | None = None,
+                 context_keep: int | None = None, use_cache: bool = True):
+        (B, T), size = idx.shape, model.config.block_size
+        self.model, self.keep = model, max(1, size // 2) if context_keep is None else context_keep
+        if not 1 <= self.keep <= max(1, size - 1):
+            raise ValueError(f"context_keep={self.keep}: must be from 1 to block_size-1={size - 1}")
+        n = torch.full((B,), T, device=idx.device) if lengths is None else lengths
+        if not ((n >= 1) & (n <= T)).all():
+            raise ValueError(f"prompts of {n.tolist()} tokens in {T} columns: give at least one")
+        newest = (n - size).clamp(min=0)[:, None] + torch.arange(size, device=idx.device)
+        self.tokens = idx.gather(1, newest.clamp(max=T - 1))  # (B, size), n of a row are real
+        self.n = n.clamp(max=size)
+        self.use_cache = use_cache
+        self.x = self.read_all()  # (B, C): hidden state of the newest token, what the head needs
+
+    def read_all(self) -> Tensor:
+        self.cache = self.model.new_cache(len(self.n))
+        x = self.model.hidden(self.tokens[:, : self.n.max()], self.cache)
+        self.cache.trim(self.n)
+        return x[torch.arange(len(x), device=x.device), self.n - 1]
+
+    def append(self, ids: Tensor) -> Tensor:
+        """Each row goes on with ids (B, T) -> their hidden states (B, T or 1, C)."""
+        size = self.tokens.size(1)
+        ids, T = ids[:, -size:], min(ids.size(1), size)
+        if len(full := (self.n + T > size).nonzero()[:, 0]):
+            keep = max(0, self.keep - T)  # the new ones make it context_keep
+            kept = (self.n[full] - keep)[:, None] + torch.arange(keep, device=ids.device)
+            self.tokens[full, :keep] = self.tokens[full].gather(1, kept)
+            self.n[full] = keep
+            again = self.model.new_cache(len(full), max(1, keep))
+            if keep and self.use_cache:
+                self.model.hidden(self.tokens[full, :keep], again)
+            self.cache.put(full, again)
+        self.tokens.scatter_(1, self.n[:, None] + torch.arange(T, device=ids.device), ids)
+        self.n = self.n + T
+        x = self.model.hidden(ids, self.cache) if self.use_cache else self.read_all()[:, None]
+        self.x = x[:, -1]
+        return x
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows (indices), in this order; one may come several times."""
+        self.tokens, self.n, self.x = self.tokens[rows], self.n[rows], self.x[rows]
+        self.cache.select(rows)
+
+
 class GPT(nn.Module):
     """Token and position embeddings, n_layer blocks, a final norm and the output head."""
+
+    CHUNK = 512  # tokens that enter a cache at once: a long prompt takes no more memory than that
 
     def __init__(self, config: GPTConfig, init_std: float = 0.02):
         super().__init__()
@@ -299,6 +353,8 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) -> the final hidden states (B, T, C), before the head."""
         T = idx.size(1)
+        if cache is not None and T > self.CHUNK:
+            return torch.cat([self.hidden(part, cache) for part in idx.split(self.CHUNK, 1)], 1)
         held = 0 if cache is None else cache.longest
         if held + T > self.config.block_size:
             raise ValueError(f"{held + T} positions, but block_size={self.config.block_size}")
@@ -327,58 +383,26 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(self, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], *,
-                 lengths: Tensor | None = None, num_samples: int = 1,
-                 context_keep: int | None = None, use_cache: bool = True) -> Iterator[Tensor]:
+                 num_samples: int = 1, **window) -> Generator[Tensor, Tensor | None, None]:
         """Continue the prompts idx (B, T) token by token: yields ids (B * num_samples,).
 
         choose: next-token logits (B, V) in fp32 -> ids (B,); called once a step.
-        lengths: (B,) true lengths of prompts that are padded on the right.
         num_samples: continuations of each prompt, side by side, for one prefill.
-        context_keep: learned positions cannot slide, so a full window is cut to its newest
-            context_keep tokens (default: half) and read again; block_size - 1 is the classic slide.
-        use_cache: False computes every step from scratch and yields the same ids.
+        window: lengths, context_keep and use_cache, see Window.
+        Send indices of rows back to go on with these alone.
         """
-        size = self.config.block_size
-        keep = max(1, size // 2) if context_keep is None else context_keep
-        if not 1 <= keep <= max(1, size - 1):
-            raise ValueError(f"context_keep={keep}: must be from 1 to block_size-1={size - 1}")
-        B, T = idx.shape
-        n = torch.full((B,), T, device=idx.device) if lengths is None else lengths.clone()
-        if not ((n >= 1) & (n <= T)).all():
-            raise ValueError(f"prompts of {n.tolist()} tokens in {T} columns: give at least one")
-        window = idx.new_zeros(B, size)  # the tokens that each row sees; n of them are filled
-        for row, prompt in enumerate(idx):
-            newest = prompt[: n[row]][-size:]
-            window[row, : len(newest)] = newest
-        n = n.clamp(max=size)
-        cache = self.new_cache(B) if use_cache else None
-        x = self.hidden(window[:, : n.max()], cache)  # (B, T, C)
-        if cache is not None:
-            cache.trim(n)
-            cache.expand(num_samples)
-        x, window, n = (a.repeat_interleave(num_samples, 0) for a in (x, window, n))
-        rows = torch.arange(len(n), device=idx.device)
-        x = x[rows, n - 1]  # (B, C)
-        for step in range(max_new_tokens):
-            ids = choose(self.lm_head(x).float())
-            yield ids
-            if step == max_new_tokens - 1:
+        window = Window(self, idx, **window)
+        if num_samples > 1:
+            window.select(torch.arange(len(idx), device=idx.device).repeat_interleave(num_samples))
+        for left in reversed(range(max_new_tokens)):
+            ids = choose(self.lm_head(window.x).float())
+            rows = yield ids
+            if not left or (rows is not None and not len(rows)):
                 return
-            full = (n == size).nonzero()[:, 0]
-            if len(full):  # make room for the new token
-                n[full] = keep - 1
-                window[full, : keep - 1] = window[full, size - keep + 1 :]
-                if cache is not None:
-                    again = self.new_cache(len(full), keep)
-                    if keep > 1:
-                        self.hidden(window[full, : keep - 1], again)
-                    cache.put(full, again)
-            window[rows, n] = ids
-            n += 1
-            if cache is not None:
-                x = self.hidden(ids[:, None], cache)[:, 0]
-            else:
-                x = self.hidden(window[:, : n.max()])[rows, n - 1]
+            if rows is not None:
+                window.select(rows)
+                ids = ids[rows]
+            window.append(ids[:, None])
 
     def new_cache(self, batch_size: int = 1, length: int | None = None) -> KVCache:
         """A cache where the model is; in fp32 on a CPU (see `attend`)."""
@@ -389,12 +413,3 @@ class GPT(nn.Module):
     def num_params(self) -> int:
         """All parameters, each counted once: 124,439,808 for GPT-2's smallest."""
         return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self) -> int:
-        """FLOPs of one token, forward and backward, at full context (arXiv 2204.02311, appendix B).
-
-        6 per parameter of a matrix product and 12 L C T for attention, the mask not discounted.
-        """
-        c = self.config
-        lookups = self.wpe.weight.numel() + (0 if c.tie_embeddings else self.wte.weight.numel())
-        return 6 * (self.num_params() - lookups) + 12 * c.n_layer * c.n_embd * c.block_size

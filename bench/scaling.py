@@ -4,7 +4,7 @@
 
 Each trial is train.py in a process of its own, with Muon and the same tokens an update, round after
 round; the data is the known set stdlib with its 4,096 tokens. What an update should cost follows
-from its FLOPs (`GPT.flops_per_token`); the table says where it costs more.
+from its FLOPs (`kit.device.flops_per_token`); the table says where it costs more.
 """
 
 import argparse

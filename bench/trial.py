@@ -107,11 +107,12 @@ def sizes(shapes: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """(parameters, FLOPs of a token) of shapes; call it apart, it imports torch."""
     import torch
 
+    from kit.device import flops_per_token
     from model import GPT, GPTConfig
 
     with torch.device("meta"):
         models = [GPT(GPTConfig(**shape)) for shape in shapes]
-    return [(m.num_params(), m.flops_per_token()) for m in models]
+    return [(m.num_params(), flops_per_token(m)) for m in models]
 
 
 def cpu_peaks() -> dict[str, float]:

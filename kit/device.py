@@ -75,6 +75,16 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device | str = "cpu", n: in
     return time.perf_counter() - start
 
 
+def flops_per_token(model: GPT) -> int:
+    """FLOPs of one token, forward and backward, at full context (arXiv 2204.02311, appendix B).
+
+    6 per parameter of a matrix product and 12 L C T for attention, the mask not discounted.
+    """
+    c = model.config
+    lookups = model.wpe.weight.numel() + (0 if c.tie_embeddings else model.wte.weight.numel())
+    return 6 * (model.num_params() - lookups) + 12 * c.n_layer * c.n_embd * c.block_size
+
+
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     """The best FLOP/s of a square matrix product here: what MFU is measured against."""
     n = 1024 if device.type == "cpu" else 8192

@@ -40,7 +40,7 @@ class Report:
             clear(self.path)
         s, data, p, world = self.s, self.data, self.progress, self.ranks.world
         say(f"device: {machine.describe(device, dtype)}")
-        self.peak_tok_s = world * machine.peak_flops(dtype, device) / model.flops_per_token()
+        self.peak_tok_s = world * machine.peak_flops(dtype, device) / machine.flops_per_token(model)
         say(f"model: {model.num_params():,} parameters, {data.vocab_size:,} tokens "
             f"({data.tokenizer.spec}); compile {compiled}")
         batch, pieces = self.ranks.divide(s.batch_size, s.gradient_accumulation_steps)

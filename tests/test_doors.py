@@ -19,9 +19,9 @@ DOORS = {  # room -> what of ours it may import
     "extras": {"kit", "data", "model"},
     "bench": {"kit", "data", "model"},
 }
-BUDGET = {"model.py": 400, "train.py": 400, "sample.py": 200}  # others: 250
+BUDGET = {"model.py": 415, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
-    ("model", "train", "sample"): 815,
+    ("model", "train", "sample"): 860,
     ("data",): 2065,
     ("kit",): 1950,
 }

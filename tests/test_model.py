@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import GPT, ChunkedCrossEntropy, GPTConfig, KVCache, attend, dropout
+from kit.device import flops_per_token
+from model import GPT, ChunkedCrossEntropy, GPTConfig, KVCache, Window, attend, dropout
 
 LOGN = ["off", "fixed", "clipped", "learned"]
 T = 16
@@ -67,7 +68,7 @@ def test_flops_of_gpt2_by_hand():
     with torch.device("meta"):
         model = GPT(GPTConfig())  # no biases
     params = 12 * (12 * 768**2 + 2 * 768) + 768 + 50257 * 768
-    assert model.flops_per_token() == 6 * params + 12 * 12 * 768 * 1024
+    assert flops_per_token(model) == 6 * params + 12 * 12 * 768 * 1024
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -414,7 +415,62 @@ def test_with_and_without_cache_far_past_the_window(logn, keep):
     model, idx = make(logn), tokens(2, 5)
     a = listed(model.generate(idx, 5 * T, greedy, context_keep=keep))
     b = listed(model.generate(idx, 5 * T, greedy, context_keep=keep, use_cache=False))
-    assert a == b and len(a[0]) == 5 * T
+    assert a == b == [by_the_rule(model, row.tolist(), 5 * T, keep) for row in idx]
+
+
+def by_the_rule(model, seen: list[int], n: int, keep: int | None) -> list[int]:
+    """Greedy text without cache or Window: a full window is cut to its newest `keep` tokens."""
+    new = []
+    for _ in range(n):
+        new.append(int(model(torch.tensor([seen]))[0, -1].argmax()))
+        seen = [*seen, new[-1]]
+        if len(seen) > T:
+            seen = seen[-(keep or T // 2) :]
+    return new
+
+
+def test_a_row_that_ends_leaves_and_the_others_go_on_as_alone():
+    model, idx, lengths = make(), tokens(4, 9), torch.tensor([1, 5, 9, 4])
+    alone = [listed(model.generate(idx[i : i + 1, :n], 3 * T, greedy))[0]
+             for i, n in enumerate(lengths)]
+    ends, rows, got = [2 * T, 3, 3 * T, 3], [0, 1, 2, 3], [[], [], [], []]
+    steps = model.generate(idx, 3 * T, greedy, lengths=lengths)
+    ids = next(steps)
+    while rows:
+        for row, id in zip(rows, ids.tolist(), strict=True):
+            got[row].append(id)
+        left = [i for i, row in enumerate(rows) if len(got[row]) < ends[row]]
+        rows = [rows[i] for i in left]
+        try:
+            ids = steps.send(torch.tensor(left, dtype=torch.int64))
+        except StopIteration:
+            break
+    assert not rows and got == [row[:n] for row, n in zip(alone, ends, strict=True)]
+
+
+@pytest.mark.parametrize("pieces", [[3, 4], [1, 1, 9, 2], [T], [2, T - 1, 5], [5, 3 * T, 1]])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_window_reads_on_in_pieces(pieces, use_cache):
+    """What is too much for the window goes by the rule: the newest context_keep, or what came."""
+    model, ids, keep = make(), tokens(1, sum(pieces)), T // 2
+    first, *others = ids.split(pieces, dim=1)
+    window = Window(model, first, use_cache=use_cache)
+    seen = first[:, -T:]
+    for new in others:
+        window.append(new)
+        fits = seen.size(1) + new.size(1) <= T
+        seen = torch.cat([seen, new], 1)[:, -(T if fits else max(keep, min(new.size(1), T))) :]
+        assert torch.allclose(model.lm_head(window.x), model(seen)[:, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, T])
+def test_a_long_prompt_is_read_in_chunks(chunk, monkeypatch):
+    monkeypatch.setattr(GPT, "CHUNK", chunk)
+    model, idx, lengths = make(), tokens(3, T), torch.tensor([1, 5, T])
+    assert torch.allclose(model(idx, cache=model.new_cache(3)), model(idx), atol=1e-5)
+    x = Window(model, idx, lengths).x
+    for i, n in enumerate(lengths):
+        assert torch.allclose(x[i], model.hidden(idx[i : i + 1, :n])[0, -1], atol=1e-5)
 
 
 def test_ragged_prompts_give_each_row_what_it_gets_alone():

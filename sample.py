@@ -1,13 +1,18 @@
 """Write with a trained model.
 
-    python sample.py --prompt "def read_file("                     from the newest run
-    python sample.py --out_dir=out/small --temperature=0 --stop="\\n\\n"
+    python sample.py                                       on a terminal: type and write in turns
+    python sample.py --prompt="def read_file("             from the newest run
+    printf 'def f(' | python sample.py --temperature=0     a filter
+    python sample.py --prompts_file=prompts.txt            a prompt a line, JSON lines come out
 
 Prompt and text go to stdout, everything else to stderr.
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,108 +22,167 @@ from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
 from kit.device import DTYPES, choose_device, name_of
 from kit.errors import UserError, plain, run
+from kit.fast import fast
+from kit.files import read_json
 from kit.finding import find_checkpoint, find_run, same_tokenizer
 from kit.loading import load_model
 from kit.metrics import Progress
-from kit.sampling import Sampler, TextStream, start_ids
+from kit.prompts import Prompt, gather, is_terminal
+from kit.sampling import start_ids
+from kit.session import Session, talk
 from kit.settings import at_least, in_range, load
+from kit.writing import write
 from model import GPT
 
 
 @dataclass
 class SampleSettings:
-    """Continue a prompt with a trained model, token by token."""
+    """Continue prompts with a trained model, token by token; on a terminal, in turns with you."""
 
-    prompt: str = ""  # text to continue; empty: start a new document
+    prompt: tuple[str, ...] = ()  # text to continue, several times: several; empty: a new document
     ask: str | None = None  # a user's message; a model trained on chats answers, and ends there
+    prompts_file: str | None = None  # a prompt a line, or .jsonl of {"prompt": ...}; - is stdin
+    chat: bool = False  # on a terminal: each line is a user's message, see --ask
     out_dir: str | None = None  # a run or checkpoint folder; None: the newest run
     step: int | None = None  # which checkpoint; None: the best
-    num_samples: int = 1  # continuations, side by side
+    num_samples: int = 1  # continuations of each prompt
+    batch_size: int = 32  # rows that are written side by side
     max_new_tokens: int = 500  # length of each
     temperature: float = 0.8  # 0: always the likeliest token; below 1: bolder, above 1: wilder
     top_k: int = 50  # choose among the k likeliest; 0: all
     top_p: float = 1.0  # choose among the likeliest that make up this share; 1: all
+    min_p: float = 0.0  # choose among those with this share of the likeliest's probability; 0: all
+    repetition_penalty: float = 1.0  # above 1: what is there already becomes less likely; 1: off
     seed: int = 1337  # of the first sample; the next ones take the seeds after it
-    stop: str | None = None  # end before this text, such as "<|endoftext|>"; None: do not
+    stop: tuple[str, ...] = ()  # end before this text, such as "<|endoftext|>"; several: any
+    logprobs: int | None = None  # JSON lines with log-probabilities and this many alternatives
     context_keep: int | None = None  # tokens kept when the context is full; None: half of it
     unknown: Literal["error", "skip"] = "error"  # characters that a char tokenizer has not seen
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bf16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: 16 bits if that pays
+    quantize: Literal["none", "int8", "int4"] = "none"  # fewer bits for the weights, on the CPU
+    compile: Literal["auto"] | bool = "auto"  # native code on the CPU, where a compiler is
     debug: bool = False  # show tracebacks of mistakes
 
     def check(self) -> None:
-        at_least(self, 0, "temperature top_k top_p seed")
-        at_least(self, 1, "num_samples max_new_tokens")
-        in_range(self, -1, 1 + 1e-9, "top_p")
-        if self.stop == "":
+        at_least(self, 0, "temperature top_k top_p min_p seed")
+        at_least(self, 1, "num_samples batch_size max_new_tokens")
+        in_range(self, -1, 1 + 1e-9, "top_p min_p")
+        in_range(self, 0, 1e30, "repetition_penalty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 1000:
+            raise UserError(f"logprobs={self.logprobs}: expected None or 0 to 1000")
+        if self.quantize != "none" and self.dtype != "auto":
+            raise UserError(f"quantize={self.quantize} and dtype={self.dtype}: give one of them")
+        if "" in self.stop:
             raise UserError("stop: an empty text; leave --stop out to go on to the end")
-        if self.ask is not None and self.prompt:
-            raise UserError(f"ask={self.ask!r} and prompt={self.prompt!r}: give one of them")
+        given = [n for n in ("prompt", "ask", "prompts_file") if getattr(self, n) not in ((), None)]
+        if len(given) > 1:
+            first, second = (f"{name}={getattr(self, name)!r:.60}" for name in given[:2])
+            raise UserError(f"{first} and {second}: give one of them")
+
+    @property
+    def interactive(self) -> bool:
+        """Nothing to continue was given, and somebody sits there."""
+        alone = not self.prompt and (self.ask, self.prompts_file, self.logprobs) == (None,) * 3
+        return alone and self.num_samples == 1 and is_terminal(sys.stdin) and \
+            is_terminal(sys.stdout)
 
 
 def note(text: str) -> None:
     print(plain(text), file=sys.stderr, flush=True)
 
 
+def show(text: str) -> None:
+    print(plain(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
 def main(argv: list[str]) -> None:
     s = load(SampleSettings, argv).settings
+    if s.chat and not s.interactive:
+        raise UserError("chat=True: needs a terminal and no prompt; --ask= asks once")
+    prompts = [] if s.interactive else gather(s, note)
+    model, tokenizer = prepare_model(s)
+    if s.interactive:
+        asking = partial(question, tokenizer=tokenizer) if s.chat else None
+        return talk(Session(s, model, tokenizer, show, note, asking))
+    for prompt in prompts:
+        prompt.ids = prompt_ids(s, prompt, tokenizer)
+    size = model.config.block_size
+    if long := [p for p in prompts if len(p.ids) > size]:
+        many = f" ({len(long)} such prompts)" if len(long) > 1 else ""
+        note(f"the {long[0].where} has {len(long[0].ids)} tokens, the model's context is {size}: "
+             f"it sees the newest of them{many}")
+    end = tokenizer.eot if s.ask is not None else None
+    write(model, tokenizer, prompts, s, end, show, note)
+
+
+def prepare_model(s: SampleSettings) -> tuple[GPT, Tokenizer]:
+    """The model that is meant, where it shall run and as it shall run, with its tokenizer."""
     device = choose_device(s.device)
     folder = find_checkpoint(find_run(s.out_dir), s.step)
     model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)
     same_tokenizer(folder, tokenizer)
-    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
+    keep, size = s.context_keep, model.config.block_size
+    if keep is not None and not 1 <= keep < size:
+        raise UserError(f"context_keep={keep}: expected 1 to {size - 1}, "
+                        "less than the model's context")
     known = Progress.from_state(state)
     loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \
         if known.val_loss else ""
     note(f"{folder}: step {known.step}, {loss}{model.num_params():,} parameters, "
-         f"{name_of(model.wte.weight.dtype)} on {device}")
-    keep = s.context_keep
-    if keep is not None and not 1 <= keep < model.config.block_size:
-        raise UserError(f"context_keep={keep}: expected 1 to {model.config.block_size - 1}, "
-                        "less than the model's context")
-    write(s, model, tokenizer, prompt_ids(s, model, tokenizer))
+         f"{place(s, model, device, folder, tokenizer)} on {device}")
+    return model, tokenizer
 
 
-def prompt_ids(s: SampleSettings, model: GPT, tokenizer: Tokenizer) -> list[int]:
+def place(s: SampleSettings, model: GPT, device: torch.device, folder: Path,
+          tokenizer: Tokenizer) -> str:
+    """Move the model to the device, in the precision that is meant -> what that is."""
+    if s.quantize != "none" and device.type != "cpu":
+        raise UserError(f"quantize={s.quantize}: only with --device=cpu, not {device.type}")
+    if device.type != "cpu" or s.dtype == "float16":
+        auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
+        return name_of(model.wte.weight.dtype)
+    large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
+    weights = s.dtype if s.dtype != "auto" else "bfloat16" if large else "float32"
+    if s.quantize == "none":
+        return fast(model, weights, s.compile)
+    before = quick_loss(model, folder, tokenizer)
+    how = fast(model, s.quantize, s.compile)
+    if before and (after := quick_loss(model, folder, tokenizer)):
+        note(f"{s.quantize}: loss {after:.4f} on a part of the validation split, in float32 "
+             f"{before:.4f}: {100 * (after / before - 1):+.2f} %")
+    return how
+
+
+def quick_loss(model: GPT, folder: Path, tokenizer: Tokenizer) -> float | None:
+    """The loss on some windows of the validation split that a run had, if it is here; seconds."""
+    from data.dataset import Dataset
+    from data.sources import data_root
+    from kit.evaluate import eval_batches, evaluate
+
+    try:
+        name = read_json(folder.parent.parent / "config.json")["dataset"]
+        at = [p for p in (data_root() / name, Path(name)) if (p / "dataset.json").is_file()]
+        data = Dataset(at[0])
+    except (DataError, UserError, OSError, KeyError, IndexError, TypeError):
+        return None
+    if data.tokenizer.hash != tokenizer.hash:
+        return None
+    size = model.config.block_size
+    iters = min(8, 1 + int(1e8 / model.num_params()))  # of 4096 tokens
+    batches = eval_batches(data.val, size, max(1, 4096 // size), iters)
+    return evaluate(model, batches, data.token_byte_lengths(), data.separator, nullcontext)["loss"]
+
+
+def prompt_ids(s: SampleSettings, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if s.ask is not None:
-        ids = question(s.ask, tokenizer)
-    else:
-        ids = list(tokenizer.encode(s.prompt, unknown=s.unknown)) or start_ids(tokenizer)
-    if len(ids) > model.config.block_size:
-        note(f"the prompt has {len(ids)} tokens, the model's context is {model.config.block_size}: "
-             "it sees the newest of them")
-    return ids
-
-
-def write(s: SampleSettings, model: GPT, tokenizer: Tokenizer, prompt: list[int]) -> None:
-    """Print the samples: the first unwritten one as it comes, the others when their turn comes."""
-    idx = torch.tensor([prompt], device=model.wte.weight.device)
-    choose = Sampler(s.num_samples, s.temperature, s.top_k, s.top_p, s.seed)
-    streams = [TextStream(s.stop) for _ in range(s.num_samples)]
-    texts = [s.prompt] * s.num_samples  # what is known of each and not yet on the screen
-    turn = 0
-    for left, ids in zip(range(s.max_new_tokens, 0, -1),
-                         model.generate(idx, s.max_new_tokens, choose, num_samples=s.num_samples,
-                                        context_keep=s.context_keep), strict=True):
-        for i, stream in enumerate(streams):
-            answered = s.ask is not None and int(ids[i]) == tokenizer.eot
-            data = b"" if answered else tokenizer.token_bytes(int(ids[i]))
-            texts[i] += stream.feed(data, final=answered or left == 1)
-            stream.stopped |= answered
-        while turn < s.num_samples:
-            shown = plain(texts[turn]) if sys.stdout.isatty() else texts[turn]
-            print(shown, end="", flush=True)
-            texts[turn] = ""
-            if not streams[turn].stopped and left > 1:
-                break
-            print(flush=True)
-            turn += 1
-            if turn < s.num_samples:
-                note("-" * 40)
-        if turn == s.num_samples:
-            break
+        return question(s.ask, tokenizer)
+    try:
+        return tokenizer.encode(prompt.text, unknown=s.unknown) or start_ids(tokenizer)
+    except DataError as e:
+        raise DataError(f"{prompt.where}: {e}") from None
 
 
 if __name__ == "__main__":

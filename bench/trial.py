@@ -182,11 +182,15 @@ def print_table(rows: list[Row], columns: list[tuple[str, str, str]]) -> None:
         print("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip())
 
 
-def keep(row: Row, out: Path, name: str) -> None:
-    """Print the row of all figures, to six digits, and append it to OUT/name."""
+def keep(row: Row, out: Path, name: str, show: bool = True) -> None:
+    """Print the row of all figures, to six digits, and append it to OUT/name.
+
+    show: False appends without printing.
+    """
     rounded = json.loads(json.dumps(row), parse_float=lambda text: float(f"{float(text):.6g}"))
     line = json.dumps(rounded)
     out.mkdir(parents=True, exist_ok=True)
     with (out / name).open("a", encoding="utf-8") as file:
         file.write(line + "\n")
-    print(line)
+    if show:
+        print(line)

@@ -1,51 +1,173 @@
 """From logits to the next token, and from tokens to text on the screen."""
 
 import codecs
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 32  # ids that `likeliest` judges by their largest logit
+MAX = torch.finfo(torch.float32).max
 
-def filter_logits(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
-    """Logits (B, V) -> logits / temperature with the unlikely tokens at -inf; temperature > 0.
 
-    Exactly top_k stay (None or 0: all), of them the fewest whose probabilities reach top_p
-    (nucleus sampling, arXiv 1904.09751), at least one.
+def largest(values: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Values (B, N) in fp32 of ids (N,) or (B, N) -> the ids (B, k) of the k largest, in order.
+
+    Of equal values the lower id comes first. topk alone breaks ties as it likes, so it gets
+    integers that are all different: the value in the upper 32 bits, minus the id in the lower.
     """
-    temperature = min(max(temperature, 1e-30), 1e30)  # float32 would read it as 0 or infinity
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0: no overflow
-    if not top_k and top_p >= 1:
-        return logits
-    V = logits.size(-1)
-    values, ids = logits.topk(min(top_k or V, V))  # the likeliest first
-    if top_p < 1:
-        p = values.softmax(-1)
-        before = p.cumsum(-1) - p  # probability of all that is likelier
-        before[..., 0] = -1
-        values = values.masked_fill(before >= top_p, -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter(-1, ids, values)
+    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 the same as 0.0
+    rank = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the values
+    keys = (rank.long() << 32) - ids
+    return -keys.topk(k).values & 0xFFFFFFFF
+
+
+def likeliest(logits: Tensor, k: int) -> Tensor:
+    """Logits (B, V) in fp32 -> the ids (B, k) of the k largest, the largest and lowest id first.
+
+    Blocks of neighbouring ids compare like the first of their best ids do. So the k best ids lie
+    in the k best blocks, or behind the last whole one, and nothing else has to be looked through.
+    """
+    V, device = logits.size(-1), logits.device
+    if 2 * k * BLOCK > V:  # nothing gained
+        return largest(logits, torch.arange(V, device=device), k)
+    rest = torch.arange(V // BLOCK * BLOCK, V, device=device).expand(len(logits), -1)
+    best = logits[:, : V - rest.size(1)].unflatten(-1, (-1, BLOCK)).amax(-1)  # (B, blocks)
+    blocks = largest(best, torch.arange(best.size(1), device=device), k)
+    ids = blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=device)  # (B, k, BLOCK)
+    ids = torch.cat([ids.flatten(1), rest], dim=1)
+    return largest(logits.gather(1, ids), ids, k)
+
+
+class Choice(NamedTuple):
+    """A chosen token in the eyes of the model, whatever the settings of the sampler."""
+
+    logprob: float  # natural logarithm of its probability
+    top: list[tuple[int, float]]  # the likeliest ids and theirs, the likeliest first
+
+
+def choices(logits: Tensor, ids: Tensor, n: int) -> list[Choice]:
+    """Raw logits (B, V) and the ids chosen (B,) -> one Choice a row, with the n likeliest."""
+    logp = logits.log_softmax(-1)
+    top = likeliest(logits, min(n, logits.size(-1)))
+    rows = zip(logp.gather(1, ids[:, None])[:, 0].tolist(), top.tolist(),
+               logp.gather(1, top).tolist(), strict=True)
+    return [Choice(p, list(zip(ids, values, strict=True))) for p, ids, values in rows]
 
 
 class Sampler:
-    """Chooses next tokens: logits (B, V) -> ids (B,). Row i draws from its own seed, seed + i."""
+    """Chooses next tokens: logits (B, V) -> ids (B,). Each row draws from a generator of its own.
 
-    def __init__(self, rows: int, temperature: float = 1.0, top_k: int | None = None,
-                 top_p: float = 1.0, seed: int = 0):
-        self.filters = temperature, top_k, top_p
-        self.generators = [torch.Generator().manual_seed(seed + i) for i in range(rows)]
+    In the order of Hugging Face: repetition_penalty (CTRL, arXiv 1909.05858), temperature (0: the
+    likeliest), exactly top_k (None or 0: all), of these the fewest that reach top_p (nucleus,
+    arXiv 1904.09751), of these the ones with at least min_p of the likeliest's probability (arXiv
+    2407.01082). A row's ids depend on its seed and its logits, not on the batch or the device.
+
+    seeds: one a row. prompts: the ids that each row has read, needed for a repetition_penalty.
+    logprobs: note in `chosen` what the model itself thought of the tokens of the last call, and
+    of this many likeliest ones.
+    """
+
+    def __init__(self, seeds: Sequence[int], *, temperature: float = 1.0, top_k: int | None = None,
+                 top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
+                 prompts: Sequence[Sequence[int]] = (), logprobs: int | None = None):
+        if repetition_penalty != 1 and (len(prompts) != len(seeds) or not all(map(len, prompts))):
+            raise ValueError("repetition_penalty: needs the ids that each row has read, "
+                             f"{len(seeds)} prompts, none empty; {len(prompts)} given")
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        greedy = temperature == 0
+        self.temperature, self.top_k = (1.0, 1) if greedy else (temperature, top_k)
+        self.top_p = max(top_p, 1e-300)  # the likeliest stays even for 0
+        self.min_p = min(min_p, 1.0)
+        self.penalty = repetition_penalty
+        if repetition_penalty != 1:  # (B, N): a shorter prompt repeats an id of its own
+            N = max(map(len, prompts))
+            self.read = torch.tensor([[*ids, *[ids[0]] * (N - len(ids))] for ids in prompts])
+        self.logprobs, self.chosen = logprobs, []
 
     def __call__(self, logits: Tensor) -> Tensor:
-        if not logits.isfinite().all():
+        """Raises FloatingPointError for NaN, infinity or a row of -inf; else -inf is never drawn.
+
+        logits: (B, V) in fp32, on any device. The ids (B,) come back to it.
+        """
+        if len(logits) != len(self.generators):
+            raise ValueError(f"{len(logits)} rows of logits for {len(self.generators)} seeds")
+        device = logits.device
+        if device.type != "cuda":  # others lack float64 or a topk of int64
+            logits = logits.cpu()
+        if not logits.amax(-1).isfinite().all():  # the largest of a row with a NaN is NaN
             raise FloatingPointError("the model's logits are not finite: its weights are damaged")
-        if self.filters[0] == 0:
-            return logits.argmax(dim=-1)
-        p = filter_logits(logits, *self.filters).softmax(-1)
-        # argmax of p / Exp(1) noise is a draw from p; the noise of a row is its own, on any device
-        noise = torch.stack([torch.empty(len(row)).exponential_(generator=g)
-                             for row, g in zip(p, self.generators, strict=True)])
-        return (p / noise.clamp(min=1e-30).to(p.device)).argmax(dim=-1)
+        u = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in self.generators])
+        scores = logits if self.penalty == 1 else self.penalised(logits)
+        n = len(logits) if self.top_k else 1  # rows at once: all V of many overflow a CPU's cache
+        parts = zip(scores.split(n), u.split(n), strict=True)
+        ids = torch.cat([self.draw(*part) for part in parts])
+        if self.penalty != 1:
+            self.read = torch.cat([self.read, ids[:, None].to(self.read.device)], dim=1)
+        if self.logprobs is not None:
+            self.chosen = choices(logits, ids, self.logprobs)
+        return ids.to(device)
+
+    def penalised(self, logits: Tensor) -> Tensor:
+        """What a row has read or written is less likely; a finite logit stays finite."""
+        self.read = self.read.to(logits.device)
+        old = logits.gather(1, self.read)
+        new = torch.where(old > 0, old / self.penalty, old * self.penalty).clamp(-MAX, MAX)
+        return logits.scatter(1, self.read, torch.where(old > -torch.inf, new, old))
+
+    def draw(self, logits: Tensor, u: Tensor) -> Tensor:
+        """Logits (B, V), uniform numbers (B, 1) in [0, 1) -> ids (B,)."""
+        weights, ids = self.weigh(logits)
+        mass = weights.cumsum(-1)
+        # the first whose mass exceeds u * total: what weighs nothing cannot be that
+        drawn = torch.searchsorted(mass, u * mass[:, -1:], right=True)
+        return ids.gather(1, drawn.to(ids.device))[:, 0]
+
+    def weigh(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (B, V) -> weights of the candidates, 0 for what top_p or min_p drops, and ids.
+
+        Both are (B, K): the likeliest first or, where nothing must be sorted, all V as they come.
+        The weights are in proportion to the probabilities, float64 on the CPU: there neither the
+        batch nor the device makes a difference.
+        """
+        V = logits.size(-1)
+        k = min(self.top_k or V, V)
+        ids = likeliest(logits, k) if k < V else \
+            torch.arange(V, device=logits.device).expand_as(logits)
+        weights = (logits.gather(1, ids) if k < V else logits).cpu().double()
+        weights -= weights.amax(-1, keepdim=True)  # at most 0: no temperature overflows
+        weights.div_(self.temperature).exp_()
+        if self.top_p < 1:
+            enough = self.top_p * weights.cumsum(-1)[:, -1:]
+            if k == V:
+                ids, weights = self.sort(logits, weights, enough)
+            before = F.pad(weights.cumsum(-1), (1, -1))  # weight of all that is likelier
+            weights = weights.masked_fill(before >= enough, 0)
+        if self.min_p > 0:
+            weights = weights.masked_fill(weights < self.min_p, 0)  # the likeliest weighs 1
+        return weights, ids
+
+    def sort(self, logits: Tensor, weights: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest ids (B, K) and their weights; K is all V only where fewer weigh too little.
+
+        Sorting 50,000 logits takes longer than a small model, and most often few are enough.
+        """
+        V = logits.size(-1)
+        for k in (256, 4096, V):
+            ids = likeliest(logits, min(k, V))
+            heavy = weights.gather(1, ids.cpu())
+            if (heavy.cumsum(-1)[:, -1:] >= enough).all():
+                break
+        return ids, heavy
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows (indices) alone, in this order, each at most once."""
+        self.generators = [self.generators[row] for row in rows.tolist()]
+        if self.penalty != 1:
+            self.read = self.read[rows.to(self.read.device)]
 
 
 def start_ids(tokenizer) -> list[int]:
@@ -61,7 +183,7 @@ def start_ids(tokenizer) -> list[int]:
 def write_text(model: Any, tokenizer: Any, start: list[int], end: int | None, seed: int,
                max_new_tokens: int = 300) -> str:
     """What a model writes after the ids `start`, up to the id `end` where that is one."""
-    device, choose = next(model.parameters()).device, Sampler(1, 0.8, top_k=50, seed=seed)
+    device, choose = next(model.parameters()).device, Sampler([seed], temperature=0.8, top_k=50)
     new = model.eval().generate(torch.tensor([start], device=device), max_new_tokens, choose)
     ids = takewhile(lambda id: id != end, map(int, new))
     return tokenizer.decode(ids if end is None else [*start, *ids])
@@ -70,23 +192,27 @@ def write_text(model: Any, tokenizer: Any, start: list[int], end: int | None, se
 class TextStream:
     """Turns the bytes of tokens into text that can be shown at once, errors replaced.
 
-    What may be half a character or the beginning of `stop` is held back. Once `stop` is complete,
-    `stopped` is set; nothing from there on is shown.
+    What may be half a character or the beginning of a stop is held back. Once one is complete,
+    `stopped` is set; nothing from its beginning on is shown. Of several stops the first to be
+    complete counts and, where one ends like another, the longest: so it does not matter how the
+    text was cut into tokens.
     """
 
-    def __init__(self, stop: str | None = None):
+    def __init__(self, stop: str | Sequence[str] | None = None):
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.stop, self.held, self.stopped = stop or "", "", False
+        self.stops = [s for s in ([stop] if isinstance(stop, str) else stop or ()) if s]
+        self.held, self.stopped = "", False
 
     def feed(self, data: bytes, final: bool = False) -> str:
         """The text that is now certain. `final`: nothing follows."""
         if self.stopped:
             return ""
         text = self.held + self.decoder.decode(data, final)
-        if self.stop and self.stop in text:
+        found = [(text.index(s) + len(s), text.index(s)) for s in self.stops if s in text]
+        if found:  # (end, beginning) of each
             self.stopped = True
-            return text.partition(self.stop)[0]
-        lengths = range(1 if final else len(self.stop))  # of what might begin the stop; 0 always
-        n = max((n for n in lengths if text.endswith(self.stop[:n])), default=0)
+            return text[: min(found)[1]]
+        lengths = [n for s in self.stops for n in range(len(s)) if text.endswith(s[:n])]
+        n = 0 if final else max(lengths, default=0)  # of what might begin a stop
         self.held = text[len(text) - n :]
         return text[: len(text) - n]

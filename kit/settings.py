@@ -12,8 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from kit.errors import UserError
 
@@ -115,6 +116,8 @@ def assignment(node: ast.stmt, hints: dict[str, Any]) -> dict[str, Any]:
             value = literal(expression)
             if not fits(value, hints[name]):
                 raise ValueError(f"expected {spell(hints[name])}")
+            if is_list(hints[name]):
+                return {name: (value,)}
             is_float = type(value) is int and float in options(hints[name])
             return {name: float(value) if is_float else value}
     raise ValueError("not `name = value`; a config file is never executed")
@@ -168,10 +171,18 @@ def split_arguments(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], 
 
 
 def parse_flags(settings: Any, flags: list[str], hints: dict[str, Any]) -> Any:
-    """The settings with the flags applied, one after the other so that a wrong one is known."""
+    """The settings with the flags applied, one after the other so that a wrong one is known.
+
+    A setting of type tuple[str, ...] may be given several times.
+    """
     import tyro  # here, so that reading a config file needs no parser
 
+    lists: dict[str, tuple[str, ...]] = {}
     for flag in flags:
+        name, _, value = flag[2:].partition("=")
+        if is_list(hints.get(name)):
+            lists[name] = (*lists.get(name, ()), value)  # as it is: text needs no parser
+            continue
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # tyro's errors fill a box
                 settings = tyro.cli(type(settings), args=[flag], default=settings,
@@ -179,14 +190,18 @@ def parse_flags(settings: Any, flags: list[str], hints: dict[str, Any]) -> Any:
         except SystemExit as stop:
             if not stop.code:  # --help
                 raise
-            hint = hints[flag[2:].partition("=")[0]]
-            raise UserError(f"{flag}: expected {spell(hint)}") from None
-    return settings
+            raise UserError(f"{flag}: expected {spell(hints[name])}") from None
+    return replace(settings, **lists)
+
+
+def is_list(hint: Any) -> bool:
+    """Whether a setting is of type tuple[str, ...]."""
+    return get_origin(hint) is tuple
 
 
 def options(hint: Any) -> list[Any]:
     """The types of a union and the texts of a Literal: `Literal["auto"] | int` -> ["auto", int]."""
-    return [o for a in get_args(hint) for o in options(a)] or [hint]
+    return [o for a in get_args(hint) if a is not ... for o in options(a)] or [hint]
 
 
 def fits(value: Any, hint: Any) -> bool:

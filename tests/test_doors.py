@@ -21,9 +21,9 @@ DOORS = {  # room -> what of ours it may import
 }
 BUDGET = {"model.py": 415, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
-    ("model", "train", "sample"): 860,
+    ("model", "train", "sample"): 920,
     ("data",): 2065,
-    ("kit",): 1950,
+    ("kit",): 2850,
 }
 KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "metrics": {"files", "settings"}, "optimizer": {"sharding"},
@@ -31,6 +31,8 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "distributed": {"rendezvous", "sharding"},
     "checkpoint": {"files", "settings"}, "loading": {"checkpoint", "files", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
+    "fast": {"native", "quantize"}, "writing": {"prompts", "sampling"},
+    "session": {"sampling", "writing"},
     "runs": {"checkpoint", "device", "distributed", "files", "finding", "loading", "settings"},
     "report": {"checkpoint", "device", "distributed", "files", "metrics", "runs", "sampling"},
 }

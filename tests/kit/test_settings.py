@@ -39,6 +39,7 @@ class Small:
     path: str | None = None
     choice: Literal["a", "b"] = "a"
     mixed: Literal["auto"] | bool = "auto"
+    several: tuple[str, ...] = ()
 
 
 @pytest.fixture
@@ -140,6 +141,8 @@ def another(hint: typing.Any, value: typing.Any) -> typing.Any:
     """A value of a setting's type that is not its default."""
     if type(None) in typing.get_args(hint) and value is None:
         return another(typing.get_args(hint)[0], None)
+    if typing.get_origin(hint) is tuple:
+        return ("one",)
     if typing.get_origin(hint) is Literal:
         return next(a for a in typing.get_args(hint) if a != value)
     if value == "auto" and bool in typing.get_args(hint):
@@ -154,7 +157,7 @@ def another(hint: typing.Any, value: typing.Any) -> typing.Any:
 EVERY = [(cls, f) for cls in (TrainSettings, SampleSettings) for f in dataclasses.fields(cls)
          if f.name != "debug"]  # a flag only, see below
 NEEDS = {"logn_base": ("attn_logn", "fixed")}  # a setting that is refused without another one
-SPECIAL = {"skip_spikes": 7.5}  # of settings that are not free
+SPECIAL = {"skip_spikes": 7.5, "logprobs": 7}  # of settings that are not free
 
 
 @pytest.mark.parametrize("cls, field", EVERY, ids=lambda x: getattr(x, "name", None))
@@ -163,8 +166,9 @@ def test_every_setting_can_be_set_by_file_and_flag(cls, field, config):
                                               field.default)
     pairs = {field.name: value, **dict([NEEDS[field.name]] if field.name in NEEDS else [])}
     assert value != field.default
-    lines = config("\n".join(f"{n} = {v!r}" for n, v in pairs.items()))
-    flags = [f"--{n}={v}" for n, v in pairs.items()]
+    written = {n: v[0] if isinstance(v, tuple) else v for n, v in pairs.items()}
+    lines = config("\n".join(f"{n} = {v!r}" for n, v in written.items()))
+    flags = [f"--{n}={v}" for n, v in written.items()]
     for argv in ([lines], flags, [a for f in flags for a in f.split("=", 1)]):
         loaded = load(cls, argv)
         expected = dataclasses.replace(cls(), **pairs)
@@ -249,9 +253,38 @@ def test_a_wrong_flag_is_one_line(argv, words, refusal):
     (["--top_p=1.5"], "top_p=1.5"), (["--top_p=nan"], "top_p=nan"), (["--stop="], "stop"),
     (["--prompt"], "--prompt=text"), (["--prompt", "--help"], "--prompt=text"),
     (["--num_samples=0"], "num_samples=0"), (["--unknown=maybe"], "error or skip"),
+    (["--batch_size=0"], "batch_size=0"), (["--min_p=-0.1"], "min_p=-0.1"),
+    (["--min_p=nan"], "min_p=nan"), (["--min_p=1.5"], "min_p=1.5"),
+    (["--repetition_penalty=0"], "repetition_penalty=0"),
+    (["--repetition_penalty=inf"], "repetition_penalty=inf"),
+    (["--logprobs=-1"], "logprobs=-1"), (["--logprobs=1001"], "0 to 1000"),
+    (["--logprobs=some"], "a whole number or None"), (["--stop=a", "--stop="], "stop"),
+    (["--prompt=a", "--ask=b"], "prompt=('a',) and ask='b'"),
+    (["--ask=", "--prompts_file=x"], "ask='' and prompts_file='x'"),
+    (["--prompt=", "--prompts_file=-"], "prompt=('',) and prompts_file='-'"),
+    (["--prompt=" + "a" * 999, "--prompts_file=-"], "give one of them"),
 ])
 def test_a_wrong_flag_of_sample_is_one_line(argv, words, refusal):
     assert words in refusal(*argv, cls=SampleSettings)
+
+
+def test_a_flag_that_may_be_given_several_times(config):
+    def several(*argv: str) -> tuple[str, ...]:
+        loaded = load(Small, list(argv))
+        assert loaded.given == ({"several"} if argv else set())
+        return loaded.settings.several
+
+    assert several() == ()
+    assert several("--several=b") == ("b",) and several("--several=") == ("",)
+    assert several("--several=b", "--several", "-a", "--several=b") == ("b", "-a", "b")
+    assert several("--several=None", "--several=['x']") == ("None", "['x']")  # text as it is
+    file = config("several = 'from a file'")
+    assert several(file) == ("from a file",)
+    assert several(file, "--several=b", "--several=c") == ("b", "c")  # flags stand in its place
+    with pytest.raises(UserError, match="c.py:1: .*expected text"):
+        load(Small, [config("several = 3")])
+    with pytest.raises(UserError, match="--several needs a value: --several=text"):
+        load(Small, ["--several"])
 
 
 def test_forms_of_a_flag():

@@ -1,0 +1,102 @@
+"""How fast do we write? Against Hugging Face, llama.cpp and nanoGPT, side by side in one run.
+
+    python -m bench.decode                                  all parts, three rounds
+    python -m bench.decode --nanogpt=~/nanoGPT --json       nanoGPT too; a last line of JSON
+    python -m bench.decode --parts=batch1,start --rounds=1
+
+The model has GPT-2's smallest shape and random weights, the same for all. batch1: greedy text of
+128 and 512 new tokens after 16, at 32, 16, 8 and 4 bits a weight, and how much of the memory's
+bandwidth ours reaches. prefill: the time to the first token after 16 and after 1,000. batch: 1, 8
+and 32 texts of 448 tokens that go on to 512. start: `python sample.py` to its first token.
+nanogpt: nanoGPT's generate, one round of it, for it is slow.
+
+Fairness. Each side is a process that loads its model once and waits without using a core while
+others run; the sides take turns, in the other order every second round; figures are medians. All
+use as many threads as torch does. Greedy is the argmax of all 50,257 logits for everyone, and
+nothing stops early: transformers gets no end token, which also spares it a processor. Where a
+peer has several ways (transformers: bfloat16 or float16, sdpa or eager attention; llama.cpp: flash
+attention or not, batches of 512 or 1,024, one cache for all texts or one each), all are tried
+before each kind of task, and the best is its way; the table says which. A small trial comes first,
+for without AVX512-FP16 float16 is quick for one text and ten times slower for the rest. llama.cpp
+is called by its low-level functions and numpy takes the argmax, which takes a tenth of the time of
+its own greedy sampler; its cache is fp16, as by default; its files hold all matrices and the
+embedding in the one type, norms, biases and positions in fp32. transformers has its default,
+dynamic cache, and no 8 and 4 bits here. At 32 bits ours and transformers must write the same ids.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.decode_model import SHAPE
+from bench.decode_report import draw, keys, show
+from bench.decode_rounds import Bench
+from bench.peer import check_clone
+from bench.trial import TrialFailed, commit, keep, machine, tell
+from data import DataError
+from data.prepare import Parser
+from kit.errors import run
+
+PARTS = ("batch1", "prefill", "batch", "start", "nanogpt")
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="bench.decode", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--nanogpt", metavar="PATH", help="a nanoGPT clone; without it that part is left out")
+    add("--rounds", type=int, default=3, help="turns of each side (default: %(default)s)")
+    add("--parts", default=",".join(PARTS), help="some of %(default)s, with commas between")
+    add("--json", action="store_true", help="end with a line of JSON, the row of decode.jsonl")
+    add("--out", type=Path, default=Path("out/bench"), metavar="FOLDER",
+        help="where decode.jsonl and decode.png go (default: %(default)s)")
+    add("--shape", default=",".join(map(str, list(SHAPE.values())[:4])), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    explicit, args.parts = args.parts != ",".join(PARTS), args.parts.split(",")
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts={','.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
+    if args.rounds < 1:
+        parser.error(f"--rounds={args.rounds}: expected 1 or more")
+    args.shape = SHAPE | dict(zip(SHAPE, map(int, args.shape.split(",")), strict=False))
+    if args.nanogpt:
+        args.nanogpt = check_clone(Path(args.nanogpt).expanduser())
+    elif "nanogpt" in args.parts:
+        if explicit:
+            parser.error("--parts=nanogpt: needs --nanogpt=PATH, a clone of it")
+        args.parts.remove("nanogpt")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    row = machine() | ({"nanogpt": commit(args.nanogpt)} if args.nanogpt else {})
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(args, Path(work))
+        row |= {"threads": bench.threads, "shape": args.shape, "missing": bench.missing}
+        print(f"{row['cpu']}, {bench.threads} threads, torch {row['torch']}", flush=True)
+        try:
+            if set(args.parts) & {"batch1", "prefill", "batch"}:
+                row |= bench.guard()
+            for part in (part for part in PARTS if part in args.parts):
+                row |= getattr(bench, part)()
+        except TrialFailed as failure:
+            tell(f"bench.decode: {failure}")
+            row["failed"] = str(failure)
+        finally:
+            bench.close()
+    row |= {"samples": bench.samples}
+    row |= keys(row)
+    show(row)
+    for side, how in bench.missing.items():
+        print(f"\n{side} is left out: {how} brings it")
+    if not bench.samples and "failed" in row:
+        return 1
+    keep(row | {"png": draw(row, args.out / "decode.png")}, args.out, "decode.jsonl", args.json)
+    return int("failed" in row)
+
+
+if __name__ == "__main__":
+    run(main, mistakes=(DataError,))

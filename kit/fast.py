@@ -1,0 +1,170 @@
+"""A trained GPT made quick on the CPU: weights in fewer bits, a step in one call of native code.
+
+The model stays a GPT: its linear layers, `hidden`, `loss` and `new_cache` are replaced in place,
+`generate` is that of model.py. Without a compiler PyTorch's own kernels do the products.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from kit import native
+from kit.quantize import GROUP, TILE, integers, pack
+from model import GPT, KVCache
+
+FEW = 32  # tokens up to which a step in native code is quicker than PyTorch's products
+
+
+def fast(model: GPT, weights: str = "float32", compiled: bool = True) -> str:
+    """Change a model on the CPU, in place, for quick decoding -> a line that says what was done.
+
+    weights: one of native.KINDS. Activations stay in fp32, but for what enters a product of 16
+    bits or of integers; the cache is in fp32 with weights of fp32, else in bf16.
+    compiled: False does without native code, as where there is no compiler.
+    """
+    code, why = native.library() if compiled else (None, "not asked for")
+    model.eval().float()
+
+    def matrix(linear: nn.Linear) -> nn.Module:
+        return NativeMatrix(linear, weights, code) if code else LibraryMatrix(linear, weights)
+
+    for block in model.h:
+        block.attn.c_attn, block.attn.c_proj = map(matrix, (block.attn.c_attn, block.attn.c_proj))
+        block.mlp.c_fc, block.mlp.c_proj = map(matrix, (block.mlp.c_fc, block.mlp.c_proj))
+    head = matrix(model.lm_head)
+    if weights != "float32":  # only rows are looked up: half the memory
+        tied = code and weights == "bfloat16" and model.config.tie_embeddings
+        table = head.w if tied else model.wte.weight.detach().bfloat16()
+        model.wte = nn.Embedding.from_pretrained(table)
+    model.lm_head = head
+    kept = torch.float32 if weights == "float32" or not code else torch.bfloat16
+    model.new_cache = lambda batch_size=1, length=None: KVCache(model.config, batch_size, length,
+                                                                "cpu", kept)
+    model.loss = lambda x, targets: loss(model, x, targets)
+    if code:
+        model.hidden = Step(model, code)
+    model.requires_grad_(False)
+    how = "native code" if code else f"PyTorch's kernels, as {why}"
+    return f"weights in {weights}, {how}"
+
+
+def loss(model: GPT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """GPT.loss with the head as it is: (sum of cross entropies, their number)."""
+    x, targets, total = x.reshape(-1, x.size(-1)), targets.reshape(-1), torch.zeros(())
+    for some, wanted in zip(x.split(256), targets.split(256), strict=True):
+        total += F.cross_entropy(model.lm_head(some), wanted.clamp(min=-1), ignore_index=-1,
+                                 reduction="sum")
+    return total, (targets >= 0).sum()
+
+
+class NativeMatrix(nn.Module):
+    """nn.Linear with its weights in one of native.KINDS: x (..., in) in fp32 -> (..., out)."""
+
+    def __init__(self, linear: nn.Linear, weights: str, code: Any):
+        super().__init__()
+        self.n_out, self.n_in = linear.weight.shape
+        self.code, self.scale = code, None
+        self.bias = None if linear.bias is None else linear.bias.detach().contiguous()
+        if weights.startswith("int"):
+            self.w, self.scale = pack(linear.weight, int(weights[3:]))
+        else:
+            self.w = linear.weight.detach().to(getattr(torch, weights)).contiguous()
+        self.struct = native.Linear(*map(native.pointer, (self.w, self.scale, self.bias)),
+                                    self.n_in, self.n_out, native.KINDS.index(weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float().contiguous()
+        tokens = x.numel() // self.n_in
+        if self.scale is None and tokens > FEW:
+            if self.w.dtype == torch.float32:
+                return F.linear(x, self.w, self.bias)
+            y = F.linear(x.bfloat16(), self.w).float()
+            return y if self.bias is None else y.add_(self.bias)
+        y = torch.empty(*x.shape[:-1], self.n_out)
+        self.code.linear(team(self.code), self.struct, tokens, x.data_ptr(), y.data_ptr())
+        return y
+
+
+class LibraryMatrix(nn.Module):
+    """The same by PyTorch's kernels for few tokens: fp16, and integers with activations in bf16."""
+
+    def __init__(self, linear: nn.Linear, weights: str):
+        super().__init__()
+        w = linear.weight.detach()
+        self.kind, (self.n_out, self.n_in) = weights, w.shape
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        if weights == "float32":
+            self.w = w
+            return
+        if weights == "bfloat16":  # fp16 is twice as fast as bf16 with one token, and finer
+            self.w = w.half()
+            return
+        w = F.pad(w, (0, -self.n_in % GROUP, 0, -self.n_out % TILE))  # odd shapes read wild memory
+        if weights == "int8":
+            q, scale = integers(w, 8)  # a scale a row
+            self.w, self.scale = q.to(torch.int8), scale[:, 0].contiguous()
+        else:
+            q, scale = integers(w.view(len(w), -1, GROUP), 4)
+            q = (q.view_as(w) + 8).to(torch.int32)
+            self.w = torch._convert_weight_to_int4pack_for_cpu(q, 1)
+            self.scale = torch.cat([scale, torch.zeros_like(scale)], -1).transpose(0, 1)
+            self.scale = self.scale.contiguous()  # (groups, out, scale and the zero at 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "float32":
+            return F.linear(x, self.w, self.bias)
+        if self.kind.startswith("int"):
+            rows = F.pad(x.reshape(-1, self.n_in), (0, -self.n_in % GROUP)).bfloat16()
+            if self.kind == "int8":
+                y = torch._weight_int8pack_mm(rows, self.w, self.scale)
+            else:
+                y = torch._weight_int4pack_mm_for_cpu(rows, self.w, GROUP, self.scale)
+            y = y[:, : self.n_out].float().view(*x.shape[:-1], self.n_out)
+        elif x.numel() <= 4 * self.n_in:
+            y = F.linear(x.half(), self.w).float()
+        else:
+            y = F.linear(x.bfloat16(), self.w.bfloat16()).float()
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def team(code: Any) -> int:
+    return native.team_of(code, torch.get_num_threads(), os.getpid())
+
+
+class Step:
+    """GPT.hidden: in one native call where few tokens continue a cache, else as in model.py."""
+
+    def __init__(self, model: GPT, code: Any):
+        self.model, self.code, self.plain = model, code, model.hidden
+        c, p = model.config, native.pointer
+        self.layers = (native.Layer * c.n_layer)(*[native.Layer(
+            p(b.ln_1.weight), p(b.ln_1.bias), p(b.ln_2.weight), p(b.ln_2.bias),
+            p(getattr(b.attn, "logn_scale", None)), b.attn.c_attn.struct, b.attn.c_proj.struct,
+            b.mlp.c_fc.struct, b.mlp.c_proj.struct) for b in model.h])
+        wte = model.wte.weight
+        self.struct = native.Model(
+            c.n_layer, c.n_embd, c.n_head, c.vocab_size, native.LOGN.index(c.attn_logn),
+            int(wte.dtype == torch.bfloat16), model.h[0].attn.log_base, p(wte),
+            p(model.wpe.weight), p(model.ln_f.weight), p(model.ln_f.bias), self.layers)
+
+    def __call__(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        B, T = idx.shape
+        if cache is None or not 0 < B * T <= FEW:
+            return self.plain(idx, cache)
+        size, end = min(cache.k.size(3), self.model.config.block_size), cache.longest + T
+        if end > size:
+            raise ValueError(f"there is room for {size} positions, {end} are needed")
+        pos = cache.positions(T).expand(B, T).contiguous()
+        rows = torch.arange(B).repeat_interleave(T)
+        held = native.Cache(cache.k.data_ptr(), cache.v.data_ptr(), B, cache.k.size(3),
+                            int(cache.k.dtype == torch.bfloat16))
+        x, ids = torch.empty(B, T, self.model.config.n_embd), idx.contiguous()
+        if self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos.data_ptr(),
+                          rows.data_ptr(), held, x.data_ptr()):
+            raise IndexError(f"token ids {ids.tolist()} are not all in the vocabulary")
+        cache.advance(T)
+        return x

@@ -1,0 +1,224 @@
+// One step of the GPT for the newest tokens of a few rows, in one call: model.py's forward pass
+// without its head, on all cores. Called from kit/fast.py; the structures are in kit/native.py.
+
+#include "products.h"
+
+struct Layer {
+    const float *ln_1, *ln_1b, *ln_2, *ln_2b, *logn;
+    Linear attn, proj, fc, out;
+};
+struct Model {
+    int n_layer, n_embd, n_head, vocab_size, logn, wte_kind;
+    float log_base;
+    const void* wte;
+    const float *wpe, *ln_f, *ln_fb;
+    const Layer* layers;
+};
+struct Cache {  // (n_layer, rows, n_head, length, D) each
+    void *k, *v;
+    int rows, length, kind;
+};
+
+static inline float exp_(float x) {  // of the library's accuracy, and it vectorises
+    x = x < -87 ? -87 : x > 88 ? 88 : x;
+    const float n = std::nearbyint(x * 1.44269504f);
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n ln 2
+    float p = ((1.3930436e-3f * r + 8.3333333e-3f) * r + 4.1666666e-2f) * r + 0.16666667f;
+    p = ((p * r + 0.5f) * r + 1) * r + 1;
+    const int32_t power = (int32_t(n) + 127) << 23;
+    return p * read<float>(&power);
+}
+
+static inline float gelu(float x) {  // the tanh form: x times sigmoid of twice what tanh is given
+    return x / (1 + exp_(-1.59576912f * (x + 0.044715f * x * x * x)));
+}
+
+static void normalize(const float* x, int C, const float* w, const float* b, float* y) {
+    float mean = 0, var = 0;
+#pragma omp simd reduction(+ : mean)
+    for (int i = 0; i < C; i++) mean += x[i];
+    mean /= C;
+#pragma omp simd reduction(+ : var)
+    for (int i = 0; i < C; i++) var += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1 / std::sqrt(var / C + 1e-5f);
+    for (int i = 0; i < C; i++) y[i] = (x[i] - mean) * scale * w[i] + (b ? b[i] : 0);
+}
+
+static float query_scale(const Model& m, const Layer& l, int head, int keys) {
+    const float scale = 1 / std::sqrt(float(m.n_embd / m.n_head)), log_n = std::log(float(keys));
+    if (m.logn == 0) return scale;
+    if (m.logn == 3) return scale * l.logn[head] * log_n;
+    return scale * (m.logn == 2 && log_n < m.log_base ? 1 : log_n / m.log_base);
+}
+
+// One query over n keys (n, D) and their values -> y (D); p has room for n + 15. In a cache of bf16
+// the query meets the keys in bf16, where the CPU multiplies that.
+template <class X, class W>
+static void attend(const X* q, const W* k, const W* v, int n, int D, float scale, float* p,
+                   float* y) {
+    const int whole = D / GROUP * GROUP, bytes = D * sizeof(W);
+    float most = -INFINITY, total = 0;
+    for (int j = 0; j < n; j += 16) {
+        Vec a[16] = {};
+        const int m = n - j < 16 ? n - j : 16;
+        for (int i = 0; i < m; i++) {
+            const W* key = k + (j + i) * D;
+            for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)key + AHEAD + b);
+            for (int d = 0; d < whole; d += GROUP) a[i] = add(a[i], key + d, q + d);
+        }
+        const Vec s = sums(a) * scale;
+        memcpy(p + j, &s, sizeof s);
+    }
+    for (int j = 0; j < n && whole < D; j++)
+        for (int d = whole; d < D; d++) p[j] += number(q[d]) * number(k[j * D + d]) * scale;
+#pragma omp simd reduction(max : most)
+    for (int j = 0; j < n; j++) most = p[j] > most ? p[j] : most;
+#pragma omp simd reduction(+ : total)
+    for (int j = 0; j < n; j++) total += p[j] = exp_(p[j] - most);
+    int d = 0;
+    for (; d + 64 <= D; d += 64) {
+        Vec a[4] = {};
+        for (int j = 0; j < n; j++) {
+            const W* value = v + j * D + d;
+            for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)value + AHEAD + b);
+            for (int i = 0; i < 4; i++) a[i] += load(value + 16 * i) * p[j];
+        }
+        memcpy(y + d, a, sizeof a);
+    }
+    for (; d + 16 <= D; d += 16) {
+        Vec a = {};
+        for (int j = 0; j < n; j++) a += load(v + j * D + d) * p[j];
+        memcpy(y + d, &a, sizeof a);
+    }
+    for (; d < D; d++) {
+        y[d] = 0;
+        for (int j = 0; j < n; j++) y[d] += number(v[j * D + d]) * p[j];
+    }
+    for (d = 0; d < D; d++) y[d] /= total;
+}
+
+// The tokens of one call and what is computed of them.
+struct Step {
+    const Model& m;
+    const Cache& cache;
+    const int tokens;
+    const int64_t *ids, *pos, *row;
+    const int C, H, D;
+    Input in;
+    std::vector<float> x, a, qkv, scores;
+
+    Step(const Model& m, const Cache& cache, int tokens, const int64_t* ids, const int64_t* pos,
+         const int64_t* row, int threads)
+        : m(m), cache(cache), tokens(tokens), ids(ids), pos(pos), row(row), C(m.n_embd),
+          H(m.n_head), D(C / H),
+          in(tokens, 4 * C, m.layers->attn.kind), x(size_t(tokens) * C), a(size_t(tokens) * 4 * C),
+          qkv(size_t(tokens) * 3 * C), scores(room() * threads) {}
+
+    size_t room() const { return D + cache.length + 16; }  // of a thread: a query and its scores
+
+    void embed(int i) {
+        const size_t from = ids[i] * C;
+        for (int c = 0; c < C; c++) {
+            const float w = m.wte_kind == F32 ? ((const float*)m.wte)[from + c]
+                                              : number(((const uint16_t*)m.wte)[from + c]);
+            x[i * C + c] = w + m.wpe[pos[i] * C + c];
+        }
+    }
+
+    size_t held(int layer, int i, int h) const {  // where the cache has the keys of a token's head
+        return ((size_t(layer) * cache.rows + row[i]) * H + h) * cache.length * D;
+    }
+
+    template <class W> void store(int layer, int i, int h) {
+        const size_t at = held(layer, i, h) + pos[i] * D;
+        const float* k = &qkv[(i * 3 + 1) * C + h * D];
+        for (int d = 0; d < D; d++) {
+            ((W*)cache.k)[at + d] = to(k[d], W());
+            ((W*)cache.v)[at + d] = to(k[C + d], W());
+        }
+    }
+
+    template <class X, class W> void look(int layer, int i, int h, int thread) {
+        const size_t at = held(layer, i, h);
+        const float scale = query_scale(m, m.layers[layer], h, pos[i] + 1);
+        X* q = (X*)&scores[room() * thread];
+        for (int d = 0; d < D; d++) q[d] = to(qkv[i * 3 * C + h * D + d], X());
+        attend(q, (const W*)cache.k + at, (const W*)cache.v + at, pos[i] + 1, D, scale,
+               (float*)q + D,
+               &a[i * C + h * D]);
+    }
+
+    void block(Member me, int layer) {
+        const Layer& l = m.layers[layer];
+        const size_t C = this->C;  // copies, and plain pointers: the compiler may keep them
+        float *x = this->x.data(), *a = this->a.data(), *qkv = this->qkv.data();
+        auto add_to_x = [=](size_t i, int first, const float* y, int n) {
+            for (int o = 0; o < n; o++) x[i * C + first + o] += y[o];
+        };
+        me.each(tokens, [&](int i) {
+            normalize(&x[i * C], C, l.ln_1, l.ln_1b, &a[i * C]);
+            put(in, l.attn, i, &a[i * C]);
+        });
+        product(me, l.attn, in, tokens, [=](size_t i, int first, const float* y, int n) {
+            memcpy(&qkv[i * 3 * C + first], y, n * 4);
+        });
+        me.each(tokens * H, [&](int j) {
+            if (cache.kind == F32) store<float>(layer, j / H, j % H);
+            else store<uint16_t>(layer, j / H, j % H);
+        });
+        me.each(tokens * H, [&](int j) {
+            if (cache.kind == F32) look<float, float>(layer, j / H, j % H, me.number);
+            else look<ForBF16, uint16_t>(layer, j / H, j % H, me.number);
+        });
+        me.each(tokens, [&](int i) { put(in, l.proj, i, &a[i * C]); });
+        product(me, l.proj, in, tokens, add_to_x);
+        me.each(tokens, [&](int i) {
+            normalize(&x[i * C], C, l.ln_2, l.ln_2b, &a[i * C]);
+            put(in, l.fc, i, &a[i * C]);
+        });
+        product(me, l.fc, in, tokens, [=](size_t i, int first, const float* y, int n) {
+            float* to = a + i * 4 * C + first;
+#pragma omp simd
+            for (int o = 0; o < n; o++) to[o] = gelu(y[o]);
+        });
+        me.each(tokens, [&](int i) { put(in, l.out, i, &a[i * 4 * C]); });
+        product(me, l.out, in, tokens, add_to_x);
+    }
+};
+
+extern "C" {
+
+Team* make_team(int threads) { return new Team(threads); }
+
+// y (tokens, out) = x (tokens, in) @ w.T + bias
+void linear(Team* team, const Linear& l, int tokens, const float* x, float* y) {
+    Input in(tokens, l.in, l.kind);
+    team->run([&](int number) {
+        Member me{*team, number};
+        me.each(tokens, [&](int row) { put(in, l, row, x + size_t(row) * l.in); });
+        product(me, l, in, tokens, [&](size_t row, int first, const float* values, int n) {
+            memcpy(y + row * l.out + first, values, n * 4);
+        });
+    });
+}
+
+// Tokens with their ids, positions and rows of the cache -> hidden states (tokens, C) before the
+// head; their keys and values go to the cache. 1 if an id, a position or a row cannot be.
+int step(Team* team, const Model& m, int tokens, const int64_t* ids, const int64_t* pos,
+         const int64_t* row, const Cache& cache, float* out) {
+    for (int i = 0; i < tokens; i++)
+        if (ids[i] < 0 || ids[i] >= m.vocab_size || pos[i] < 0 || pos[i] >= cache.length ||
+            row[i] < 0 || row[i] >= cache.rows)
+            return 1;
+    Step s(m, cache, tokens, ids, pos, row, team->size);
+    team->run([&](int number) {
+        Member me{*team, number};
+        me.each(tokens, [&](int i) { s.embed(i); });
+        for (int layer = 0; layer < m.n_layer; layer++) s.block(me, layer);
+        me.each(tokens, [&](int i) {
+            normalize(&s.x[i * s.C], s.C, m.ln_f, m.ln_fb, out + i * s.C);
+        });
+    });
+    return 0;
+}
+}

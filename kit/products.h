@@ -1,0 +1,279 @@
+// Products of a few tokens with matrices of weights, as fast as memory gives the weights.
+//
+// Weights are fp32 or bf16 as PyTorch holds them (out, in), or the integers of kit/quantize.py:
+// tiles of 16 outputs, groups of 32 inputs with one bf16 scale for each output and group, four
+// inputs of an output side by side as dpbusd multiplies them, offset to unsigned. Activations meet
+// fp32 as they are, bf16 in bf16 where the CPU multiplies that, integers as 8-bit integers with a
+// scale for each group. Sums are in fp32 and one order: no token depends on those beside it.
+
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include "team.h"
+
+using std::int32_t, std::int64_t, std::int8_t, std::size_t;
+using std::uint16_t, std::uint32_t, std::uint8_t;
+
+enum Kind { F32, BF16, INT8, INT4 };
+const int TILE = 16, GROUP = 32, MOST = 8;  // outputs, inputs, tokens that are worked on together
+const int AHEAD = 2048;                     // bytes that are asked for before they are needed
+
+struct Linear {
+    const void* w;
+    const uint16_t* scale;
+    const float* bias;
+    int in, out, kind;
+};
+
+// 16 numbers at once on any machine: the compiler splits them where registers are shorter.
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(64)));
+
+template <class V> static inline V read(const void* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline Vec load(const float* p) { return read<Vec>(p); }
+static inline Vec load(const uint16_t* p) {  // bf16 is the upper half of fp32
+    return (Vec)(__builtin_convertvector(read<Halves>(p), Bits) << 16);
+}
+static inline float number(float x) { return x; }
+static inline float number(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    return read<float>(&bits);
+}
+static inline float to(float x, float) { return x; }
+static inline uint16_t to(float x, uint16_t) {  // the nearest bf16; ties to even
+    const uint32_t bits = read<uint32_t>(&x);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+// Neighbours of width W are added, those of a and those of b in turn; four folds make 16 sums.
+template <int W> static inline Vec fold(Vec a, Vec b) {
+    if (W == 1)
+        return PICK(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+               PICK(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    if (W == 2)
+        return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    if (W == 4)
+        return PICK(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               PICK(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+static inline Vec sums(const Vec* v) {  // of 16 vectors, each as sum() has it
+    Vec a[8], b[4], c[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) a[i] = fold<1>(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) b[i] = fold<2>(a[2 * i], a[2 * i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) c[i] = fold<4>(b[2 * i], b[2 * i + 1]);
+    return fold<8>(c[0], c[1]);
+}
+static inline float sum(Vec v) {
+    v = fold<1>(v, v), v = fold<2>(v, v), v = fold<4>(v, v);
+    return fold<8>(v, v)[0];
+}
+
+// ------------------------------------------------------------------------------- activations
+
+struct Input {  // tokens on their way into a product: (groups, tokens, 32), as its weights want
+    std::vector<float> f, scale;
+    std::vector<uint16_t> h;
+    std::vector<int8_t> q;
+    std::vector<int> total;  // of the integers of a group
+    size_t tokens;
+
+    Input(size_t n, size_t in, int kind) : tokens(n) {
+        const size_t groups = n * ((in + GROUP - 1) / GROUP);
+        if (kind < INT8) f.resize(groups * GROUP), h.resize(groups * GROUP);
+        else q.resize(groups * GROUP), scale.resize(groups), total.resize(groups);
+    }
+    const float* at(size_t g, size_t row, float) const { return &f[(g * tokens + row) * GROUP]; }
+    const uint16_t* at(size_t g, size_t row, uint16_t) const {
+        return &h[(g * tokens + row) * GROUP];
+    }
+};
+
+static void put(Input& x, const Linear& l, size_t row, const float* from) {
+    for (int g = 0; g * GROUP < l.in; g++) {
+        const size_t at = g * x.tokens + row, left = l.in - g * GROUP;
+        float v[GROUP] = {}, most = 0, odd = 0;
+        memcpy(v, from + g * GROUP, 4 * (left < GROUP ? left : GROUP));
+        if (l.kind == F32 || l.kind == BF16) {
+            memcpy(&x.f[at * GROUP], v, sizeof v);
+            for (int i = 0; i < GROUP; i++) x.h[at * GROUP + i] = to(v[i], uint16_t());
+            continue;
+        }
+#pragma omp simd reduction(max : most) reduction(+ : odd)
+        for (int i = 0; i < GROUP; i++) {
+            most = std::fabs(v[i]) > most ? std::fabs(v[i]) : most;
+            odd += v[i] * 0;
+        }
+        const float up = most > 0 ? 127 / most : 0;
+        int8_t q[GROUP];
+        int total = 0;
+        for (int i = 0; i < GROUP; i++) q[i] = int(std::nearbyint(v[i] * up));
+        for (int i = 0; i < GROUP; i++) total += q[i];
+        memcpy(&x.q[at * GROUP], q, GROUP);
+        x.total[at] = total;
+        x.scale[at] = most / 127 + odd;  // what is not finite shows as NaN
+    }
+}
+
+// --------------------------------------------------------------------------------- integers
+
+#if defined(__AVX512VNNI__)
+const bool HELD = true;  // weights go into the product with their offset, which is taken off later
+#else
+const bool HELD = false;
+#endif
+
+// a[i] + the products of weights 4i to 4i + 3 with four activations
+template <int OFFSET> static inline Ints dot(Ints a, Bytes w, const int8_t* x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, _mm512_set1_epi32(read<int32_t>(x)));
+#elif defined(__AVX2__)
+    __m256i half[2], to[2], xs = _mm256_set1_epi32(read<int32_t>(x));
+    memcpy(half, &w, 64), memcpy(to, &a, 64);
+    for (int i = 0; i < 2; i++) {  // |w| times x with the sign of w: no pair reaches 2^15
+        const __m256i s = _mm256_sub_epi8(half[i], _mm256_set1_epi8(char(OFFSET)));
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(xs, s));
+        to[i] = _mm256_add_epi32(to[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return read<Ints>(to);
+#else
+    for (int i = 0; i < 64; i++) a[i / 4] += (int(w[i]) - OFFSET) * x[i % 4];
+    return a;
+#endif
+}
+
+template <int BITS, int N>  // a tile of packed integers, N tokens from `row` on
+static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[TILE]) {
+    const int G = (l.in + GROUP - 1) / GROUP, OFFSET = BITS == 8 ? 128 : 8;
+    const int SIZE = GROUP * TILE * BITS / 8;
+    const uint8_t* w = (const uint8_t*)l.w + size_t(t) * G * SIZE;
+    const uint16_t* scale = l.scale + size_t(t) * G * TILE;
+    Vec acc[N] = {};
+    for (int g = 0; g < G; g++, w += SIZE, scale += TILE) {
+        const size_t at = g * x.tokens + row;
+        const int8_t* q = &x.q[at * GROUP];
+        Ints a[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) a[n] = Ints{} - (HELD ? OFFSET * x.total[at + n] : 0);
+#pragma GCC unroll 8
+        for (int k = 0; k < GROUP; k += 4) {
+            Bytes b = read<Bytes>(w + (BITS == 8 ? k * TILE : k / 8 * 64));
+            if (BITS == 4) b = (k % 8 ? (Bytes)((Bits)b >> 4) : b) & 15;
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) a[n] = dot<OFFSET>(a[n], b, q + n * GROUP + k);
+        }
+        const Vec s = load(scale);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++)
+            acc[n] += __builtin_convertvector(a[n], Vec) * (s * x.scale[at + n]);
+    }
+    memcpy(y, acc, sizeof acc);
+}
+
+// ------------------------------------------------------------------------------ fp32 and bf16
+
+// a + the products of 32 weights with 32 activations, in 16 sums
+template <class W> static inline Vec add(Vec a, const W* w, const float* x) {
+    a += load(w) * load(x);
+    return a + load(w + 16) * load(x + 16);
+}
+#if defined(__AVX512BF16__)
+typedef uint16_t ForBF16;
+static inline Vec add(Vec a, const uint16_t* w, const uint16_t* x) {
+    const __m512i b = _mm512_loadu_si512(w), c = _mm512_loadu_si512(x);
+    return (Vec)_mm512_dpbf16_ps((__m512)a, (__m512bh)b, (__m512bh)c);
+}
+#else
+typedef float ForBF16;
+#endif
+
+template <int R, int N, class X, class W>  // R rows of weights, N tokens
+static void rows(const W* w, const Input& x, size_t row, size_t in, float (*y)[TILE], int at) {
+    const size_t ahead = R == 1 ? AHEAD : 2 * R * in * sizeof(W);
+    Vec acc[R * N] = {};
+    size_t g = 0;
+    for (; (g + 1) * GROUP <= in; g++) {
+        const X* from = x.at(g, row, X());
+        for (int r = 0; r < R; r++)
+            __builtin_prefetch((const char*)(w + r * in + g * GROUP) + ahead);
+#pragma GCC unroll 16
+        for (int i = 0; i < R * N; i++)
+            acc[i] = add(acc[i], w + i / N * in + g * GROUP, from + i % N * GROUP);
+    }
+    float s[16];
+    if (R * N == 16) {
+        const Vec all = sums(acc);
+        memcpy(s, &all, 64);
+    } else {
+        for (int i = 0; i < R * N; i++) s[i] = sum(acc[i]);
+    }
+    for (int i = 0; i < R * N; i++) {
+        for (size_t k = g * GROUP; k < in; k++)
+            s[i] += number(w[i / N * in + k]) * number(x.at(g, row + i % N, X())[k % GROUP]);
+        y[i % N][at + i / N] = s[i];
+    }
+}
+
+template <int N, class X, class W>
+static void tile(const Linear& l, const W* w, int t, const Input& x, size_t row, float (*y)[TILE]) {
+    const int R = N == 1 ? 1 : 16 / N;  // one token: memory is all, and one stream is the fastest
+    const size_t in = l.in;
+    const int m = l.out - t * TILE < TILE ? l.out - t * TILE : TILE;
+    w += t * TILE * in;
+    int at = 0;
+    for (; at + R <= m; at += R) rows<R, N, X>(w + at * in, x, row, in, y, at);
+    for (; at < m; at++) rows<1, N, X>(w + at * in, x, row, in, y, at);
+}
+
+// ---------------------------------------------------------------------------------- any matrix
+
+template <int N>
+static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[TILE]) {
+    if (l.kind == F32) tile<N, float>(l, (const float*)l.w, t, x, row, y);
+    if (l.kind == BF16) tile<N, ForBF16>(l, (const uint16_t*)l.w, t, x, row, y);
+    if (l.kind == INT8) tile<8, N>(l, t, x, row, y);
+    if (l.kind == INT4) tile<4, N>(l, t, x, row, y);
+}
+
+// All threads of a team call this. done(token, first output, values, their number).
+template <class Done>
+static void product(Member& me, const Linear& l, const Input& x, int tokens, Done done) {
+    me.each((l.out + TILE - 1) / TILE, [&](int t) {
+        const int first = t * TILE, m = l.out - first < TILE ? l.out - first : TILE;
+        for (int row = 0, n; row < tokens; row += n) {
+            float y[MOST][TILE];
+            const int left = tokens - row;
+            n = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            if (n == 8) tile<8>(l, t, x, row, y);
+            if (n == 4) tile<4>(l, t, x, row, y);
+            if (n == 2) tile<2>(l, t, x, row, y);
+            if (n == 1) tile<1>(l, t, x, row, y);
+            for (int i = 0; i < n; i++) {
+                for (int o = 0; l.bias && o < m; o++) y[i][o] += l.bias[first + o];
+                done(size_t(row + i), first, y[i], m);
+            }
+        }
+    });
+}

@@ -1,0 +1,313 @@
+"""kit/fast.py, quantize.py, native.py and its C++: the same model, quicker."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit import native
+from kit.fast import FEW, fast
+from kit.quantize import integers, pack, unpack
+from kit.sampling import Sampler
+from model import GPT, GPTConfig, KVCache, Window
+
+CODE, WHY = native.library()
+needs_code = pytest.mark.skipif(CODE is None, reason=WHY)
+KINDS = native.KINDS
+WAYS = [pytest.param(True, marks=needs_code, id="native"), pytest.param(False, id="library")]
+ERROR = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.04}  # of logits of deviation 0.5, in all
+
+
+def make(n_embd: int = 72, n_head: int = 2, **options) -> GPT:
+    torch.manual_seed(1)
+    config = dict(vocab_size=211, block_size=24, n_layer=2, bias=True) | options
+    model = GPT(GPTConfig(n_embd=n_embd, n_head=n_head, **config)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(211, shape, generator=torch.Generator().manual_seed(2))
+
+
+def through_cache(model: GPT, idx: torch.Tensor, pieces: list[int]) -> torch.Tensor:
+    cache = model.new_cache(len(idx))
+    return torch.cat([model(part, cache=cache) for part in idx.split(pieces, 1)], 1)
+
+
+def quick(model: GPT, weights: str, compiled: bool = True) -> GPT:
+    model = copy.deepcopy(model)
+    fast(model, weights, compiled)
+    return model
+
+
+def greedy(model: GPT, idx: torch.Tensor, n: int, **options) -> list[list[int]]:
+    steps = model.generate(idx, n, lambda logits: logits.argmax(-1), **options)
+    return [list(row) for row in zip(*(s.tolist() for s in steps), strict=True)]
+
+
+# ------------------------------------------------------------------------------------ native steps
+
+
+@needs_code
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(72, 2), (64, 1), (20, 4), (96, 6), (128, 2), (33, 3), (1, 1)])
+@pytest.mark.parametrize("options", [dict(attn_logn="learned"), dict(bias=False, vocab_size=211),
+                                     dict(attn_logn="fixed", tie_embeddings=False),
+                                     dict(attn_logn="clipped", logn_base=4)], ids=str)
+def test_in_fp32_a_step_is_that_of_model_py(shape, options, threads):
+    model, idx = make(*shape, **options), tokens(3, 24)
+    expected = model(idx)
+    torch.set_num_threads(threads)
+    try:
+        for pieces in ([24], [1] * 24, [3, 1, 8, 12], [23, 1]):
+            logits = through_cache(quick(model, "float32"), idx, pieces)
+            assert (logits - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_code
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("shape", [(72, 2), (64, 1), (20, 4), (128, 2)])
+def test_in_fewer_bits_it_is_the_model_with_the_rounded_weights(weights, shape):
+    """What is left is the rounding of activations and of the cache: small beside the logits."""
+    model, idx = make(*shape), tokens(3, 24)
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in rounded.named_parameters():
+            if p.ndim == 2 and name not in ("wte.weight", "wpe.weight"):
+                p.copy_(as_held(p, weights))
+        rounded.lm_head.weight = torch.nn.Parameter(as_held(model.lm_head.weight, weights))
+        rounded.wte.weight = torch.nn.Parameter(model.wte.weight.bfloat16().float())
+    expected = rounded(idx)
+    for pieces in ([24], [3, 1, 8, 12]):
+        error = through_cache(quick(model, weights), idx, pieces) - expected
+        assert error.std() < (0.01 if weights == "bfloat16" else 0.02) * expected.std()
+
+
+def as_held(w: torch.Tensor, weights: str) -> torch.Tensor:
+    if weights == "bfloat16":
+        return w.bfloat16().float()
+    bits = int(weights[3:])
+    return unpack(*pack(w, bits), bits, tuple(w.shape))
+
+
+@needs_code
+@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize("rows", [2, 3, 5, 8, 13, FEW])
+def test_a_row_gets_to_the_last_bit_what_it_gets_alone(weights, rows):
+    model, idx = quick(make(), weights), tokens(rows, 6)
+    cache, alone = model.new_cache(rows), [model.new_cache() for _ in range(rows)]
+    for t in range(6):
+        together = model(idx[:, t : t + 1], cache=cache)
+        for i, own in enumerate(alone):
+            assert torch.equal(model(idx[i : i + 1, t : t + 1], cache=own)[0], together[i])
+
+
+@needs_code
+@pytest.mark.parametrize("weights", KINDS)
+def test_several_tokens_of_a_row_at_once_are_one_after_the_other(weights):
+    """What lookup decoding rests on."""
+    model, idx = quick(make(), weights), tokens(2, 24)
+    one, several = (through_cache(model, idx, p) for p in ([1] * 24, [1, 7, 3, 13]))
+    assert torch.equal(one, several)
+
+
+@needs_code
+def test_rows_at_different_positions():
+    model, idx, lengths = make(attn_logn="learned"), tokens(4, 9), torch.tensor([1, 5, 9, 4])
+    model = quick(model, "float32")
+    window = Window(model, idx, lengths)
+    window.append(tokens(4, 1))
+    for i, n in enumerate(lengths):
+        ids = torch.cat([idx[i, :n], tokens(4, 1)[i]])[None]
+        assert torch.allclose(window.x[i], model.hidden(ids)[0, -1], atol=1e-5)
+
+
+@needs_code
+@pytest.mark.parametrize("logn", ["off", "clipped", "learned"])
+@pytest.mark.parametrize("keep", [None, 1, 23])
+def test_text_far_past_the_window_is_that_of_model_py(logn, keep):
+    model, idx, lengths = make(attn_logn=logn), tokens(3, 9), torch.tensor([9, 1, 4])
+    options = dict(lengths=lengths, context_keep=keep, num_samples=2)
+    text = greedy(quick(model, "float32"), idx, 120, **options)
+    assert text == greedy(model, idx, 120, **options)
+
+
+@needs_code
+def test_the_cache_may_be_in_16_bits_or_not():
+    model, idx = quick(make(), "float32"), tokens(2, 12)
+    exact, near = (KVCache(model.config, 2, 12, dtype=d) for d in (torch.float32, torch.bfloat16))
+    for t in range(12):
+        a, b = (model(idx[:, t : t + 1], cache=c) for c in (exact, near))
+        assert 0 <= (a - b).abs().max() < 0.02
+    assert quick(make(), "int4").new_cache().k.dtype == torch.bfloat16
+
+
+@needs_code
+def test_two_python_threads_at_once():
+    """Each call has the team for itself; the texts do not mix."""
+    model, idx, got = quick(make(), "float32"), tokens(4, 6), {}
+    expected = greedy(model, idx, 60)
+    torch.set_num_threads(2)
+
+    def work(i: int) -> None:
+        got[i] = greedy(model, idx[i : i + 1], 60)[0]
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+    finally:
+        torch.set_num_threads(1)
+    assert [got[i] for i in range(4)] == expected
+
+
+@needs_code
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_threads_of_its_own():
+    code = ("import os, torch\n"
+            "from kit.fast import fast\nfrom model import GPT, GPTConfig\n"
+            "torch.set_num_threads(2)\n"
+            "m = GPT(GPTConfig(vocab_size=9, block_size=8, n_layer=1, n_head=1, n_embd=8))\n"
+            "fast(m)\n"
+            "def write(): return [int(i) for i in m.generate(torch.tensor([[1]]), 5,"
+            " lambda l: l.argmax(-1))]\n"
+            "a = write()\n"
+            "pid = os.fork()\n"
+            "if pid == 0: os._exit(0 if write() == a else 1)\n"
+            "assert os.waitpid(pid, 0)[1] == 0\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=native.SOURCES[0].parent.parent,
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_code
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize("place", ["wpe.weight", "h.0.attn.c_attn.bias", "h.1.ln_2.weight"])
+def test_what_is_not_finite_is_seen(weights, place, bad):
+    model = make()
+    with torch.no_grad():
+        dict(model.named_parameters())[place][..., -1] = bad
+    model = quick(model, weights)
+    with pytest.raises(FloatingPointError):
+        list(model.generate(tokens(1, 1), 4, Sampler([1])))
+
+
+@needs_code
+def test_ids_and_positions_that_cannot_be_are_refused():
+    model = quick(make(), "float32")
+    for id in (-1, 211, 2**40):
+        cache = model.new_cache()
+        with pytest.raises(IndexError):
+            model.hidden(torch.tensor([[id]]), cache)
+        assert cache.pos == 0
+    cache = model.new_cache(1, 4)
+    model.hidden(tokens(1, 4), cache)
+    with pytest.raises(ValueError, match="4 positions"):
+        model.hidden(tokens(1, 1), cache)
+
+
+# ---------------------------------------------------------------------------------- other machines
+
+
+@pytest.mark.slow
+@needs_code
+@pytest.mark.parametrize("machine", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_code_for_lesser_processors_gives_the_same(machine, tmp_path, monkeypatch):
+    """Without AVX, with AVX2, with AVX-512 but no VNNI."""
+    flags = native.processor()
+    needed = {"x86-64": "", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}[machine]
+    if needed not in flags:
+        pytest.skip(f"this processor has no {needed}")
+    native.compile_to(tmp_path / "code.so", "c++", ([f"-march={machine}"],))
+    code = native.load(tmp_path / "code.so")
+    for weights in KINDS:
+        model, idx = make(), tokens(9, 24)
+        expected = through_cache(quick(model, weights), idx, [1, 2, 1])
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "library", lambda: (code, ""))
+            logits = through_cache(quick(model, weights), idx, [1, 2, 1])
+        assert (logits - expected).abs().max() < (1e-5 if weights != "bfloat16" else 0.02)
+
+
+@pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])
+def test_without_a_compiler_the_library_does_it_and_that_is_said(compiler, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    native.library.cache_clear()
+    try:
+        code, why = native.library()
+    finally:
+        native.library.cache_clear()
+    assert code is None and compiler in why and "\n" not in why
+    monkeypatch.setattr(native, "library", lambda: (None, why))
+    model = make()
+    assert "PyTorch's kernels" in fast(model, "float32") and compiler in fast(make(), "int8")
+    assert greedy(model, tokens(1, 3), 9) == greedy(make(), tokens(1, 3), 9)
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(72, 2), (20, 4), (64, 1)])
+def test_both_ways_stay_near_the_model(weights, shape, compiled):
+    model, idx = make(*shape), tokens(3, 24)
+    expected, changed = model(idx), quick(model, weights, compiled)
+    for pieces in ([24], [1] * 24, [3, 1, 20]):
+        assert (through_cache(changed, idx, pieces) - expected).abs().max() < ERROR[weights]
+    assert (changed(idx) - expected).abs().max() < ERROR[weights]
+    a, b = changed(idx, idx), model(idx, idx)
+    assert a[1] == b[1] and abs(a[0] / b[0] - 1) < 1e-3
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_targets_without_any_and_none_real(compiled):
+    model, idx = quick(make(), "int8", compiled), tokens(2, 8)
+    loss, n = model(idx, torch.full_like(idx, -1))
+    assert loss == 0 and n == 0
+
+
+# ------------------------------------------------------------------------------------ quantization
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from([4, 8]), st.integers(0, 99))
+def test_what_was_packed_is_unpacked(n_out, n_in, bits, seed):
+    w = torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(seed))
+    packed, scale = pack(w, bits)
+    back = unpack(packed, scale, bits, (n_out, n_in))
+    assert back.shape == w.shape
+    assert packed.numel() == -(-n_out // 16) * 16 * -(-n_in // 32) * 32 * bits // 8
+    assert (back - w).abs().max() <= w.abs().max() * (0.6 / 127 if bits == 8 else 0.2)
+    again = unpack(*pack(back, bits), bits, (n_out, n_in))
+    assert (again - back).abs().max() <= w.abs().max() * (0.6 / 127 if bits == 8 else 0.2)
+
+
+def test_zeros_and_extremes():
+    for bits in (4, 8):
+        for value in (0.0, 1e-30, 1e30, -3.0):
+            w = torch.full((16, 32), value)
+            back = unpack(*pack(w, bits), bits, (16, 32))
+            assert torch.allclose(back, w, rtol=0.01)
+
+
+def test_four_bits_are_better_than_the_plain_rule():
+    """Of several scales the best, so never worse than the one by the largest weight alone."""
+    w = torch.randn(400, 32, generator=torch.Generator().manual_seed(3))
+    q, scale = integers(w, 4)
+    assert q.min() >= -8 and q.max() <= 7 and torch.equal(q, q.round())
+    most, at = w.abs().max(-1, keepdim=True)
+    plain = (w.gather(-1, at) / -8).bfloat16().float()
+    error, by_rule = ((r - w).square().sum(-1) for r in (
+        q * scale.float(), (w / plain).round().clamp(-8, 7) * plain))
+    assert (error <= by_rule + 1e-6).all() and error.mean() < 0.93 * by_rule.mean()

@@ -236,10 +236,10 @@ def test_code_for_lesser_processors_gives_the_same(machine, tmp_path, monkeypatc
     code = native.load(tmp_path / "code.so")
     for weights in KINDS:
         model, idx = make(), tokens(9, 24)
-        expected = through_cache(quick(model, weights), idx, [1, 2, 1])
+        expected = through_cache(quick(model, weights), idx, [1, 2, 3, 18])
         with monkeypatch.context() as patch:
             patch.setattr(native, "library", lambda: (code, ""))
-            logits = through_cache(quick(model, weights), idx, [1, 2, 1])
+            logits = through_cache(quick(model, weights), idx, [1, 2, 3, 18])
         assert (logits - expected).abs().max() < (1e-5 if weights != "bfloat16" else 0.02)
 
 

@@ -5,6 +5,7 @@ The model stays a GPT: its linear layers, `hidden`, `loss` and `new_cache` are r
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kit import native
-from kit.quantize import GROUP, TILE, integers, pack
-from model import GPT, KVCache
+from kit.quantize import GROUP, TILE, integers, pack, round_to
+from model import GPT, GPTConfig, KVCache
 
+DTYPES = [torch.float32, torch.bfloat16, torch.int8]  # of a cache, in the order of native.KINDS
 FEW = 32  # tokens up to which a step in native code is quicker than PyTorch's products
 
 
@@ -23,7 +25,7 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True) -> str:
     """Change a model on the CPU, in place, for quick decoding -> a line that says what was done.
 
     weights: one of native.KINDS. Activations stay in fp32, but for what enters a product of 16
-    bits or of integers; the cache is in fp32 with weights of fp32, else in bf16.
+    bits or of integers; the cache is in fp32, bf16 or 8-bit integers with weights of as many bits.
     compiled: False does without native code, as where there is no compiler.
     """
     code, why = native.library() if compiled else (None, "not asked for")
@@ -41,9 +43,10 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True) -> str:
         table = head.w if tied else model.wte.weight.detach().bfloat16()
         model.wte = nn.Embedding.from_pretrained(table)
     model.lm_head = head
-    kept = torch.float32 if weights == "float32" or not code else torch.bfloat16
-    model.new_cache = lambda batch_size=1, length=None: KVCache(model.config, batch_size, length,
-                                                                "cpu", kept)
+    kind = IntCache if code and weights.startswith("int") else KVCache
+    kept = torch.bfloat16 if code and weights == "bfloat16" else torch.float32
+    model.new_cache = lambda batch_size=1, length=None: kind(model.config, batch_size, length,
+                                                             "cpu", kept)
     model.loss = lambda x, targets: loss(model, x, targets)
     if code:
         model.hidden = Step(model, code)
@@ -131,6 +134,29 @@ class LibraryMatrix(nn.Module):
         return y if self.bias is None else y.add_(self.bias)
 
 
+class IntCache(KVCache):
+    """Keys and values as 8-bit integers, each vector (D) followed by the 4 bytes of its scale."""
+
+    def __init__(self, config: GPTConfig, batch_size: int = 1, length: int | None = None,
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        wider = replace(config, n_embd=config.n_embd + 4 * config.n_head)
+        super().__init__(wider, batch_size, length, device, torch.int8)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(map(grow, super().append(layer, shrink(k), shrink(v))))
+
+
+def shrink(x: Tensor) -> Tensor:
+    """(..., D) -> int8 (..., D + 4)"""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.cat([round_to(x, scale, -127, 127).to(torch.int8), scale.view(torch.int8)], -1)
+
+
+def grow(held: Tensor) -> Tensor:
+    """What `shrink` made -> fp32 (..., D)"""
+    return held[..., :-4].float() * held[..., -4:].contiguous().view(torch.float32)
+
+
 def team(code: Any) -> int:
     return native.team_of(code, torch.get_num_threads(), os.getpid())
 
@@ -161,7 +187,7 @@ class Step:
         pos = cache.positions(T).expand(B, T).contiguous()
         rows = torch.arange(B).repeat_interleave(T)
         held = native.Cache(cache.k.data_ptr(), cache.v.data_ptr(), B, cache.k.size(3),
-                            int(cache.k.dtype == torch.bfloat16))
+                            DTYPES.index(cache.k.dtype))
         x, ids = torch.empty(B, T, self.model.config.n_embd), idx.contiguous()
         if self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos.data_ptr(),
                           rows.data_ptr(), held, x.data_ptr()):

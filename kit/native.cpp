@@ -1,7 +1,7 @@
 // One step of the GPT for the newest tokens of a few rows, in one call: model.py's forward pass
 // without its head, on all cores. Called from kit/fast.py; the structures are in kit/native.py.
 
-#include "products.h"
+#include "attention.h"
 
 struct Layer {
     const float *ln_1, *ln_1b, *ln_2, *ln_2b, *logn;
@@ -14,20 +14,10 @@ struct Model {
     const float *wpe, *ln_f, *ln_fb;
     const Layer* layers;
 };
-struct Cache {  // (n_layer, rows, n_head, length, D) each
+struct Cache {  // (n_layer, rows, n_head, length, D) each; of INT8 a vector has 4 bytes more
     void *k, *v;
     int rows, length, kind;
 };
-
-static inline float exp_(float x) {  // of the library's accuracy, and it vectorises
-    x = x < -87 ? -87 : x > 88 ? 88 : x;
-    const float n = std::nearbyint(x * 1.44269504f);
-    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n ln 2
-    float p = ((1.3930436e-3f * r + 8.3333333e-3f) * r + 4.1666666e-2f) * r + 0.16666667f;
-    p = ((p * r + 0.5f) * r + 1) * r + 1;
-    const int32_t power = (int32_t(n) + 127) << 23;
-    return p * read<float>(&power);
-}
 
 static inline float gelu(float x) {  // the tanh form: x times sigmoid of twice what tanh is given
     return x / (1 + exp_(-1.59576912f * (x + 0.044715f * x * x * x)));
@@ -51,52 +41,6 @@ static float query_scale(const Model& m, const Layer& l, int head, int keys) {
     return scale * (m.logn == 2 && log_n < m.log_base ? 1 : log_n / m.log_base);
 }
 
-// One query over n keys (n, D) and their values -> y (D); p has room for n + 15. In a cache of bf16
-// the query meets the keys in bf16, where the CPU multiplies that.
-template <class X, class W>
-static void attend(const X* q, const W* k, const W* v, int n, int D, float scale, float* p,
-                   float* y) {
-    const int whole = D / GROUP * GROUP, bytes = D * sizeof(W);
-    float most = -INFINITY, total = 0;
-    for (int j = 0; j < n; j += 16) {
-        Vec a[16] = {};
-        const int m = n - j < 16 ? n - j : 16;
-        for (int i = 0; i < m; i++) {
-            const W* key = k + (j + i) * D;
-            for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)key + AHEAD + b);
-            for (int d = 0; d < whole; d += GROUP) a[i] = add(a[i], key + d, q + d);
-        }
-        const Vec s = sums(a) * scale;
-        memcpy(p + j, &s, sizeof s);
-    }
-    for (int j = 0; j < n && whole < D; j++)
-        for (int d = whole; d < D; d++) p[j] += number(q[d]) * number(k[j * D + d]) * scale;
-#pragma omp simd reduction(max : most)
-    for (int j = 0; j < n; j++) most = p[j] > most ? p[j] : most;
-#pragma omp simd reduction(+ : total)
-    for (int j = 0; j < n; j++) total += p[j] = exp_(p[j] - most);
-    int d = 0;
-    for (; d + 64 <= D; d += 64) {
-        Vec a[4] = {};
-        for (int j = 0; j < n; j++) {
-            const W* value = v + j * D + d;
-            for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)value + AHEAD + b);
-            for (int i = 0; i < 4; i++) a[i] += load(value + 16 * i) * p[j];
-        }
-        memcpy(y + d, a, sizeof a);
-    }
-    for (; d + 16 <= D; d += 16) {
-        Vec a = {};
-        for (int j = 0; j < n; j++) a += load(v + j * D + d) * p[j];
-        memcpy(y + d, &a, sizeof a);
-    }
-    for (; d < D; d++) {
-        y[d] = 0;
-        for (int j = 0; j < n; j++) y[d] += number(v[j * D + d]) * p[j];
-    }
-    for (d = 0; d < D; d++) y[d] /= total;
-}
-
 // The tokens of one call and what is computed of them.
 struct Step {
     const Model& m;
@@ -114,7 +58,7 @@ struct Step {
           in(tokens, 4 * C, m.layers->attn.kind), x(size_t(tokens) * C), a(size_t(tokens) * 4 * C),
           qkv(size_t(tokens) * 3 * C), scores(room() * threads) {}
 
-    size_t room() const { return D + cache.length + 16; }  // of a thread: a query and its scores
+    size_t room() const { return cache.length + 15 + D + 1; }  // of a thread: scores and a query
 
     void embed(int i) {
         const size_t from = ids[i] * C;
@@ -125,27 +69,33 @@ struct Step {
         }
     }
 
-    size_t held(int layer, int i, int h) const {  // where the cache has the keys of a token's head
-        return ((size_t(layer) * cache.rows + row[i]) * H + h) * cache.length * D;
+    // of the cache, what a token's head sees: its keys or values, from position 0 on
+    template <class W> W* held(void* all, int layer, int i, int h) const {
+        const size_t size = cache.kind == INT8 ? D + 4 : D;
+        return (W*)all + ((size_t(layer) * cache.rows + row[i]) * H + h) * cache.length * size;
     }
 
     template <class W> void store(int layer, int i, int h) {
-        const size_t at = held(layer, i, h) + pos[i] * D;
-        const float* k = &qkv[(i * 3 + 1) * C + h * D];
-        for (int d = 0; d < D; d++) {
-            ((W*)cache.k)[at + d] = to(k[d], W());
-            ((W*)cache.v)[at + d] = to(k[C + d], W());
+        const float* from = &qkv[(i * 3 + 1) * C + h * D];
+        for (void* all : {cache.k, cache.v}) {
+            W* to_all = held<W>(all, layer, i, h);
+            if constexpr (sizeof(W) == 1) shrink(from, D, to_all + pos[i] * (D + 4));
+            else
+                for (int d = 0; d < D; d++) to_all[pos[i] * D + d] = to(from[d], W());
+            from += C;
         }
     }
 
     template <class X, class W> void look(int layer, int i, int h, int thread) {
-        const size_t at = held(layer, i, h);
         const float scale = query_scale(m, m.layers[layer], h, pos[i] + 1);
-        X* q = (X*)&scores[room() * thread];
-        for (int d = 0; d < D; d++) q[d] = to(qkv[i * 3 * C + h * D + d], X());
-        attend(q, (const W*)cache.k + at, (const W*)cache.v + at, pos[i] + 1, D, scale,
-               (float*)q + D,
-               &a[i * C + h * D]);
+        const float* from = &qkv[i * 3 * C + h * D];
+        float* p = &scores[room() * thread];
+        X* q = (X*)(p + cache.length + 15);
+        if constexpr (sizeof(X) == 1) shrink(from, D, q);
+        else
+            for (int d = 0; d < D; d++) q[d] = to(from[d], X());
+        attend(q, held<const W>(cache.k, layer, i, h), held<const W>(cache.v, layer, i, h),
+               pos[i] + 1, D, scale, p, &a[i * C + h * D]);
     }
 
     void block(Member me, int layer) {
@@ -164,11 +114,13 @@ struct Step {
         });
         me.each(tokens * H, [&](int j) {
             if (cache.kind == F32) store<float>(layer, j / H, j % H);
-            else store<uint16_t>(layer, j / H, j % H);
+            if (cache.kind == BF16) store<uint16_t>(layer, j / H, j % H);
+            if (cache.kind == INT8) store<int8_t>(layer, j / H, j % H);
         });
         me.each(tokens * H, [&](int j) {
             if (cache.kind == F32) look<float, float>(layer, j / H, j % H, me.number);
-            else look<ForBF16, uint16_t>(layer, j / H, j % H, me.number);
+            if (cache.kind == BF16) look<ForBF16, uint16_t>(layer, j / H, j % H, me.number);
+            if (cache.kind == INT8) look<int8_t, int8_t>(layer, j / H, j % H, me.number);
         });
         me.each(tokens, [&](int i) { put(in, l.proj, i, &a[i * C]); });
         product(me, l.proj, in, tokens, add_to_x);

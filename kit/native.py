@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-SOURCES = [Path(__file__).with_name(n) for n in ("native.cpp", "products.h", "team.h")]
+NAMES = ("native.cpp", "attention.h", "products.h", "team.h")
+SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 KINDS = ("float32", "bfloat16", "int8", "int4")  # of weights, in the order of its enum
 LOGN = ("off", "fixed", "clipped", "learned")
 FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno",

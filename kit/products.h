@@ -36,6 +36,7 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef uint8_t Bytes __attribute__((vector_size(64)));
+typedef int8_t Shorts __attribute__((vector_size(16)));
 
 template <class V> static inline V read(const void* p) {
     V v;
@@ -46,7 +47,11 @@ static inline Vec load(const float* p) { return read<Vec>(p); }
 static inline Vec load(const uint16_t* p) {  // bf16 is the upper half of fp32
     return (Vec)(__builtin_convertvector(read<Halves>(p), Bits) << 16);
 }
+static inline Vec load(const int8_t* p) {
+    return __builtin_convertvector(read<Shorts>(p), Vec);
+}
 static inline float number(float x) { return x; }
+static inline float number(int8_t x) { return x; }
 static inline float number(uint16_t x) {
     const uint32_t bits = uint32_t(x) << 16;
     return read<float>(&bits);

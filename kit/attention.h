@@ -1,0 +1,140 @@
+// One query over the keys and values of a cache: fp32, bf16, or 8-bit integers with a scale each.
+
+#pragma once
+#include "products.h"
+
+static inline float exp_(float x) {  // of the library's accuracy, and it vectorises
+    x = x < -87 ? -87 : x > 88 ? 88 : x;
+    const float n = std::nearbyint(x * 1.44269504f);
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n ln 2
+    float p = ((1.3930436e-3f * r + 8.3333333e-3f) * r + 4.1666666e-2f) * r + 0.16666667f;
+    p = ((p * r + 0.5f) * r + 1) * r + 1;
+    const int32_t power = (int32_t(n) + 127) << 23;
+    return p * read<float>(&power);
+}
+
+// Scores p (n) -> their exponentials, the largest being 1, and the sum of these.
+static float soften(float* p, int n) {
+    float most = -INFINITY, total = 0;
+#pragma omp simd reduction(max : most)
+    for (int j = 0; j < n; j++) most = p[j] > most ? p[j] : most;
+#pragma omp simd reduction(+ : total)
+    for (int j = 0; j < n; j++) total += p[j] = exp_(p[j] - most);
+    return total;
+}
+
+static inline void ask_for(const void* p, int bytes) {
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)p + AHEAD + b);
+}
+
+// Adds up p[j] * v[j] over n values, `stride` numbers apart -> y (D)
+template <class W>
+static void mix(const W* v, int stride, int n, int D, const float* p, float* y) {
+    int d = 0;
+    for (; d + 64 <= D; d += 64) {
+        Vec a[4] = {};
+        for (int j = 0; j < n; j++) {
+            ask_for(v + j * stride + d, 64 * sizeof(W));
+            for (int i = 0; i < 4; i++) a[i] += load(v + j * stride + d + 16 * i) * p[j];
+        }
+        memcpy(y + d, a, sizeof a);
+    }
+    for (; d + 16 <= D; d += 16) {
+        Vec a = {};
+        for (int j = 0; j < n; j++) a += load(v + j * stride + d) * p[j];
+        memcpy(y + d, &a, sizeof a);
+    }
+    for (; d < D; d++) {
+        y[d] = 0;
+        for (int j = 0; j < n; j++) y[d] += number(v[j * stride + d]) * p[j];
+    }
+}
+
+// q (D), keys and values (n, D) -> y (D); p has room for n + 15. Keys of bf16 meet the query in
+// bf16, where the CPU multiplies that.
+template <class X, class W>
+static void attend(const X* q, const W* k, const W* v, int n, int D, float scale, float* p,
+                   float* y) {
+    const int whole = D / GROUP * GROUP;
+    for (int j = 0; j < n; j += 16) {
+        Vec a[16] = {};
+        for (int i = 0; i < 16 && j + i < n; i++) {
+            const W* key = k + (j + i) * D;
+            ask_for(key, D * sizeof(W));
+            for (int d = 0; d < whole; d += GROUP) a[i] = add(a[i], key + d, q + d);
+        }
+        const Vec s = sums(a) * scale;
+        memcpy(p + j, &s, sizeof s);
+    }
+    for (int j = 0; j < n && whole < D; j++)
+        for (int d = whole; d < D; d++) p[j] += number(q[d]) * number(k[j * D + d]) * scale;
+    const float total = soften(p, n);
+    mix(v, D, n, D, p, y);
+    for (int d = 0; d < D; d++) y[d] /= total;
+}
+
+// --------------------------------------------------------------------------------- 8-bit integers
+
+// A vector (D) as integers of 8 bits, followed by its scale: D + 4 bytes.
+static void shrink(const float* x, int D, int8_t* to) {
+    float most = 0, odd = 0;
+#pragma omp simd reduction(max : most) reduction(+ : odd)
+    for (int d = 0; d < D; d++) {
+        most = std::fabs(x[d]) > most ? std::fabs(x[d]) : most;
+        odd += x[d] * 0;
+    }
+    const float up = most > 0 ? 127 / most : 0, scale = most / 127 + odd;
+    for (int d = 0; d < D; d++) to[d] = int(std::nearbyint(x[d] * up));
+    memcpy(to + D, &scale, 4);
+}
+
+// a + 16 sums of 4 products each, where HELD of k + 128
+static inline Ints dot64(Ints a, const int8_t* k, const int8_t* q) {
+#if defined(__AVX512VNNI__)
+    const __m512i u = _mm512_xor_si512(read<__m512i>(k), _mm512_set1_epi8(-128));  // k + 128
+    return (Ints)_mm512_dpbusd_epi32((__m512i)a, u, read<__m512i>(q));
+#elif defined(__AVX2__)
+    __m256i to[2];
+    memcpy(to, &a, 64);
+    for (int i = 0; i < 2; i++) {
+        const __m256i s = read<__m256i>(k + 32 * i), x = read<__m256i>(q + 32 * i);
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
+        to[i] = _mm256_add_epi32(to[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return read<Ints>(to);
+#else
+    for (int i = 0; i < 64; i++) a[i / 4] += int(k[i]) * q[i];
+    return a;
+#endif
+}
+
+// As above with keys and values of D + 4 bytes each; q is one of them, too.
+static void attend(const int8_t* q, const int8_t* k, const int8_t* v, int n, int D, float scale,
+                   float* p, float* y) {
+    const int whole = D / 64 * 64, stride = D + 4;
+    int twist = 0;
+    for (int d = 0; HELD && d < whole; d++) twist += 128 * q[d];
+    scale *= read<float>(q + D);
+    for (int j = 0; j < n; j += 16) {
+        Vec a[16] = {};
+        for (int i = 0; i < 16 && j + i < n; i++) {
+            const int8_t* key = k + (j + i) * stride;
+            ask_for(key, stride);
+            Ints sum = {};
+            for (int d = 0; d < whole; d += 64) sum = dot64(sum, key + d, q + d);
+            a[i] = __builtin_convertvector(sum, Vec);
+        }
+        const Vec s = sums(a);
+        memcpy(p + j, &s, sizeof s);
+    }
+    for (int j = 0; j < n; j++) {
+        const int8_t* key = k + j * stride;
+        int rest = -twist;
+        for (int d = whole; d < D; d++) rest += q[d] * key[d];
+        p[j] = (p[j] + rest) * scale * read<float>(key + D);
+    }
+    const float total = soften(p, n);
+    for (int j = 0; j < n; j++) p[j] *= read<float>(v + j * stride + D);
+    mix(v, stride, n, D, p, y);
+    for (int d = 0; d < D; d++) y[d] /= total;
+}

@@ -300,7 +300,8 @@ class Window:
         """Each row goes on with ids (B, T) -> their hidden states (B, T or 1, C)."""
         size = self.tokens.size(1)
         ids, T = ids[:, -size:], min(ids.size(1), size)
-        if len(full := (self.n + T > size).nonzero()[:, 0]):
+        if self.cache.longest + T > size:
+            full = (self.n + T > size).nonzero()[:, 0]
             keep = max(0, self.keep - T)  # the new ones make it context_keep
             kept = (self.n[full] - keep)[:, None] + torch.arange(keep, device=ids.device)
             self.tokens[full, :keep] = self.tokens[full].gather(1, kept)

@@ -26,6 +26,7 @@ from kit.fast import fast
 from kit.files import read_json
 from kit.finding import find_checkpoint, find_run, same_tokenizer
 from kit.loading import load_model
+from kit.lookup import MOST
 from kit.metrics import Progress
 from kit.prompts import Prompt, gather, is_terminal
 from kit.sampling import start_ids
@@ -56,6 +57,7 @@ class SampleSettings:
     seed: int = 1337  # of the first sample; the next ones take the seeds after it
     stop: tuple[str, ...] = ()  # end before this text, such as "<|endoftext|>"; several: any
     logprobs: int | None = None  # JSON lines with log-probabilities and this many alternatives
+    lookup: int = 0  # draft up to so many tokens from the text so far: one row, same text; 0: off
     context_keep: int | None = None  # tokens kept when the context is full; None: half of it
     unknown: Literal["error", "skip"] = "error"  # characters that a char tokenizer has not seen
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -75,6 +77,10 @@ class SampleSettings:
             raise UserError(f"quantize={self.quantize} and dtype={self.dtype}: give one of them")
         if "" in self.stop:
             raise UserError("stop: an empty text; leave --stop out to go on to the end")
+        in_range(self, -1, MOST + 1, "lookup")
+        several = self.num_samples > 1 or len(self.prompt) > 1 or self.prompts_file is not None
+        if self.lookup and several and self.batch_size > 1:
+            raise UserError(f"lookup={self.lookup}: writes one row at a time; add --batch_size=1")
         given = [n for n in ("prompt", "ask", "prompts_file") if getattr(self, n) not in ((), None)]
         if len(given) > 1:
             first, second = (f"{name}={getattr(self, name)!r:.60}" for name in given[:2])
@@ -100,6 +106,8 @@ def main(argv: list[str]) -> None:
     s = load(SampleSettings, argv).settings
     if s.chat and not s.interactive:
         raise UserError("chat=True: needs a terminal and no prompt; --ask= asks once")
+    if s.lookup and s.interactive:
+        raise UserError(f"lookup={s.lookup}: not when you write in turns; give a --prompt")
     prompts = [] if s.interactive else gather(s, note)
     model, tokenizer = prepare_model(s)
     if s.interactive:

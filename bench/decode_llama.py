@@ -67,7 +67,8 @@ class LlamaCpp(Side):
 
     def generate(self, prompts: np.ndarray, new: int, variant: str, tick: Tick) -> None:
         rows, T = prompts.shape
-        context = self.context(rows, variant, -(-(T + new) // 256) * 256)  # it rounds up so itself
+        held = T + new - 1  # the last token is not read
+        context = self.context(rows, variant, -(-held // 256) * 256)  # it rounds up so itself
         self.api.llama_memory_clear(self.api.llama_get_memory(context), False)
         size = int(variant.split()[0])
         batch = self.api.llama_batch_init(max(size, rows), 0, 1)

@@ -27,6 +27,10 @@ static inline void ask_for(const void* p, int bytes) {
     for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)p + AHEAD + b);
 }
 
+static inline float share(float p, const float*, int) { return p; }
+static inline float share(float p, const uint16_t*, int) { return p; }
+static inline float share(float p, const int8_t* v, int D) { return p * read<float>(v + D); }
+
 // Adds up p[j] * v[j] over n values, `stride` numbers apart -> y (D)
 template <class W>
 static void mix(const W* v, int stride, int n, int D, const float* p, float* y) {
@@ -34,19 +38,18 @@ static void mix(const W* v, int stride, int n, int D, const float* p, float* y) 
     for (; d + 64 <= D; d += 64) {
         Vec a[4] = {};
         for (int j = 0; j < n; j++) {
-            ask_for(v + j * stride + d, 64 * sizeof(W));
-            for (int i = 0; i < 4; i++) a[i] += load(v + j * stride + d + 16 * i) * p[j];
+            const W* value = v + j * stride;
+            const float s = share(p[j], value, D);
+            ask_for(value + d, 64 * sizeof(W));
+            for (int i = 0; i < 4; i++) a[i] += load(value + d + 16 * i) * s;
         }
         memcpy(y + d, a, sizeof a);
     }
-    for (; d + 16 <= D; d += 16) {
-        Vec a = {};
-        for (int j = 0; j < n; j++) a += load(v + j * stride + d) * p[j];
-        memcpy(y + d, &a, sizeof a);
-    }
-    for (; d < D; d++) {
-        y[d] = 0;
-        for (int j = 0; j < n; j++) y[d] += number(v[j * stride + d]) * p[j];
+    for (int rest = d; rest < D; rest++) y[rest] = 0;
+    for (int j = 0; j < n && d < D; j++) {
+        const W* value = v + j * stride;
+        const float s = share(p[j], value, D);
+        for (int rest = d; rest < D; rest++) y[rest] += number(value[rest]) * s;
     }
 }
 
@@ -117,24 +120,20 @@ static void attend(const int8_t* q, const int8_t* k, const int8_t* v, int n, int
     scale *= read<float>(q + D);
     for (int j = 0; j < n; j += 16) {
         Vec a[16] = {};
+        float scales[16] = {};
         for (int i = 0; i < 16 && j + i < n; i++) {
             const int8_t* key = k + (j + i) * stride;
             ask_for(key, stride);
             Ints sum = {};
             for (int d = 0; d < whole; d += 64) sum = dot64(sum, key + d, q + d);
+            for (int d = whole; d < D; d++) sum[0] += q[d] * key[d];
             a[i] = __builtin_convertvector(sum, Vec);
+            scales[i] = read<float>(key + D) * scale;
         }
-        const Vec s = sums(a);
+        const Vec s = (sums(a) - float(twist)) * load(scales);
         memcpy(p + j, &s, sizeof s);
     }
-    for (int j = 0; j < n; j++) {
-        const int8_t* key = k + j * stride;
-        int rest = -twist;
-        for (int d = whole; d < D; d++) rest += q[d] * key[d];
-        p[j] = (p[j] + rest) * scale * read<float>(key + D);
-    }
     const float total = soften(p, n);
-    for (int j = 0; j < n; j++) p[j] *= read<float>(v + j * stride + D);
     mix(v, stride, n, D, p, y);
     for (int d = 0; d < D; d++) y[d] /= total;
 }

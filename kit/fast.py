@@ -4,6 +4,7 @@ The model stays a GPT: its linear layers, `hidden`, `loss` and `new_cache` are r
 `generate` is that of model.py. Without a compiler PyTorch's own kernels do the products.
 """
 
+import ctypes
 import os
 from dataclasses import replace
 from typing import Any
@@ -184,13 +185,15 @@ class Step:
         size, end = min(cache.k.size(3), self.model.config.block_size), cache.longest + T
         if end > size:
             raise ValueError(f"there is room for {size} positions, {end} are needed")
-        pos = cache.positions(T).expand(B, T).contiguous()
-        rows = torch.arange(B).repeat_interleave(T)
+        array = ctypes.c_int64 * (B * T)
+        pos = [cache.pos] * B if isinstance(cache.pos, int) else cache.pos.tolist()
+        pos = array(*(p + t for p in pos for t in range(T)))
+        rows = array(*(row for row in range(B) for _ in range(T)))
         held = native.Cache(cache.k.data_ptr(), cache.v.data_ptr(), B, cache.k.size(3),
                             DTYPES.index(cache.k.dtype))
         x, ids = torch.empty(B, T, self.model.config.n_embd), idx.contiguous()
-        if self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos.data_ptr(),
-                          rows.data_ptr(), held, x.data_ptr()):
+        if self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos, rows, held,
+                          x.data_ptr()):
             raise IndexError(f"token ids {ids.tolist()} are not all in the vocabulary")
         cache.advance(T)
         return x

@@ -45,10 +45,18 @@ template <class V> static inline V read(const void* p) {
 }
 static inline Vec load(const float* p) { return read<Vec>(p); }
 static inline Vec load(const uint16_t* p) {  // bf16 is the upper half of fp32
+#if defined(__AVX512F__)  // what compilers make of the line below is slower
+    return (Vec)((Bits)_mm512_cvtepu16_epi32(read<__m256i>(p)) << 16);
+#else
     return (Vec)(__builtin_convertvector(read<Halves>(p), Bits) << 16);
+#endif
 }
 static inline Vec load(const int8_t* p) {
-    return __builtin_convertvector(read<Shorts>(p), Vec);
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(read<Shorts>(p), Ints), Vec);
+#endif
 }
 static inline float number(float x) { return x; }
 static inline float number(int8_t x) { return x; }

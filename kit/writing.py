@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kit import lookup
 from kit.prompts import Prompt
 from kit.sampling import Choice, Sampler, TextStream
 
@@ -72,7 +73,7 @@ def make_sampler(s: Any, seeds: Sequence[int], prompts: Sequence[Sequence[int]],
 def write_batch(model: Any, tokenizer: Any, rows: list[Row], s: Any) -> Iterator[int]:
     """Write the rows of a batch side by side; yields the tokens of each step, one a row.
 
-    A row that has ended leaves at once.
+    A row that has ended leaves at once. One row alone is written with drafts, if s.lookup says so.
     """
     device, size = model.wte.weight.device, model.config.block_size
     sampler = make_sampler(s, [r.seed for r in rows], [r.prompt.ids for r in rows], s.logprobs)
@@ -81,9 +82,13 @@ def write_batch(model: Any, tokenizer: Any, rows: list[Row], s: Any) -> Iterator
     idx = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
     for row, ids in zip(idx, prompts, strict=True):
         row[: len(ids)] = torch.tensor(ids)
-    steps = model.generate(idx.to(device), max(r.limit for r in rows), sampler,
-                           num_samples=len(rows) // len(prompts), lengths=lengths.to(device),
-                           context_keep=s.context_keep)
+    if s.lookup and len(rows) == 1:
+        steps = lookup.generate(model, idx.to(device), rows[0].limit, sampler, lookup=s.lookup,
+                                context_keep=s.context_keep)
+    else:
+        steps = model.generate(idx.to(device), max(r.limit for r in rows), sampler,
+                               num_samples=len(rows) // len(prompts), lengths=lengths.to(device),
+                               context_keep=s.context_keep)
     ids = next(steps)
     while True:
         for row, id in zip(rows, ids.tolist(), strict=True):

@@ -171,7 +171,7 @@ def quick_loss(model: GPT, folder: Path, tokenizer: Tokenizer) -> float | None:
     from kit.evaluate import eval_batches, evaluate
 
     try:
-        name = read_json(folder.parent.parent / "config.json")["dataset"]
+        name = read_json(folder.parent.parent / "config.json")["settings"]["dataset"]
         at = [p for p in (data_root() / name, Path(name)) if (p / "dataset.json").is_file()]
         data = Dataset(at[0])
     except (DataError, UserError, OSError, KeyError, IndexError, TypeError):

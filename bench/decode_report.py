@@ -168,6 +168,7 @@ def bars(ax, samples: list[Row], groups: list[tuple[str, str, str]]) -> None:
         y += 0.7
     ax.set(xlim=(0, 1.2 * longest), ylim=(y - 1, -0.8))
     ax.set_yticks(*zip(*ticks, strict=True), fontsize=11)
+    ax.locator_params(axis="x", nbins=4)
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="x", alpha=0.25)

@@ -282,6 +282,37 @@ def test_several_stops(tmp_path, byte_tokenizer, capfd):
     assert write(capfd, *flags, "--stop=f", "--stop=de", "--stop=x")[0] == "abc\n"
 
 
+def test_lookup_changes_the_number_of_steps_and_nothing_else(tmp_path, byte_tokenizer, capfd,
+                                                             monkeypatch):
+    from kit import lookup
+
+    make_run(tmp_path / "abc", byte_tokenizer.to_json(), 257, favourite=list(b"abcdef"),
+             block_size=32)
+    drafts, real = [], lookup.Draft.learn
+    monkeypatch.setattr(lookup.Draft, "learn", lambda self, guessed, right:
+                        (drafts.append((guessed, right)), real(self, guessed, right)))
+    for flags in (["--prompt=abcdefa"], ["--prompt=abcdefa", "--logprobs=1", "--stop=g"],
+                  ["--prompt=abcdefa", "--prompt=bcd", "--num_samples=2", "--batch_size=1"]):
+        flags += ["--temperature=0", "--max_new_tokens=60"]
+        plain = write(capfd, *flags)[0]
+        assert not drafts
+        assert write(capfd, *flags, "--lookup=4")[0] == plain
+        assert (4, 4) in drafts
+        drafts.clear()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--lookup=-1"], "lookup=-1"), (["--lookup=32"], "lookup=32"),
+    (["--lookup=4", "--num_samples=2"], "lookup=4: writes one row at a time; add --batch_size=1"),
+    (["--lookup=4", "--prompt=a", "--prompt=b"], "--batch_size=1"),
+    (["--lookup=4", "--prompts_file=some.txt"], "--batch_size=1"),
+])
+def test_lookup_is_refused_where_it_would_do_nothing(run, flags, words):
+    with pytest.raises(UserError) as error:
+        sample.main(flags)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
 def test_logprobs(run, capfd):
     out, _ = write(capfd, "--prompt=ab", "--logprobs=2", "--temperature=0", "--num_samples=2")
     a, b = (json.loads(line) for line in out.splitlines())
@@ -365,6 +396,12 @@ def test_on_a_terminal_without_a_prompt_it_is_a_session(run, monkeypatch, flags)
     monkeypatch.setattr(sys, "stdout", Terminal())
     sample.main(["--max_new_tokens=9", *flags])
     assert sys.stdout.getvalue().count("> ") == 4
+
+
+def test_lookup_is_not_for_a_session(run, monkeypatch):
+    monkeypatch.setattr(sample, "is_terminal", lambda stream: True)
+    with pytest.raises(UserError, match="lookup=4: not when you write in turns"):
+        sample.main(["--lookup=4"])
 
 
 @pytest.mark.parametrize("flags", [["--prompt="], ["--num_samples=2"], ["--logprobs=0"],

@@ -111,12 +111,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Te
         k, v = k.to(q.dtype), v.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     with torch.autocast("cpu", enabled=False):
-        if causal and q.dtype == k.dtype == torch.bfloat16:  # training: faster than fused kernels
+        if causal and k.dtype == torch.bfloat16:  # faster than the fused kernels
             T, D = q.shape[-2:]
-            future = q.new_full((T, T), -torch.inf).triu(1)
-            rows, keys, values = (a.flatten(0, 1) for a in (q, k, v))  # (B * H, T, D)
-            scores = torch.baddbmm(future, rows, keys.mT, alpha=1 / math.sqrt(D))
-            return (dropout(scores.softmax(-1), p, p > 0) @ values).view_as(v)
+            future = k.new_full((T, T), -torch.inf).triu(1)
+            rows, keys, values = (a.flatten(0, 1).bfloat16() for a in (q, k, v))  # (B * H, T, D)
+            y, step = [], 256  # rows whose scores stay in the processor's cache
+            for i in range(0, T, step):
+                mask, past = future[i : i + step, : i + step], slice(i + step)
+                scores = torch.baddbmm(mask, rows[:, i : i + step], keys[:, past].mT,
+                                       alpha=1 / math.sqrt(D))
+                y.append(dropout(scores.softmax(-1), p, p > 0) @ values[:, past])
+            return torch.cat(y, dim=1).view_as(v).to(q.dtype)
         a = (x.float() for x in (q, k, v))  # one query over a 16-bit cache is ten times slower
         return F.scaled_dot_product_attention(*a, mask, p, causal).to(q.dtype)
 
@@ -325,7 +330,7 @@ class Window:
 class GPT(nn.Module):
     """Token and position embeddings, n_layer blocks, a final norm and the output head."""
 
-    CHUNK = 512  # tokens that enter a cache at once: a long prompt takes no more memory than that
+    CHUNK = 2048  # tokens that enter a cache at once: long prompts take no more memory than that
 
     def __init__(self, config: GPTConfig, init_std: float = 0.02):
         super().__init__()
@@ -354,8 +359,8 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) -> the final hidden states (B, T, C), before the head."""
         T = idx.size(1)
-        if cache is not None and T > self.CHUNK:
-            return torch.cat([self.hidden(part, cache) for part in idx.split(self.CHUNK, 1)], 1)
+        if cache is not None and T > (some := max(1, self.CHUNK // len(idx))):
+            return torch.cat([self.hidden(part, cache) for part in idx.split(some, 1)], 1)
         held = 0 if cache is None else cache.longest
         if held + T > self.config.block_size:
             raise ValueError(f"{held + T} positions, but block_size={self.config.block_size}")

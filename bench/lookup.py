@@ -11,7 +11,7 @@ text: pieces of 1,024 tokens are gone through as if a model had written their se
 drafts from suffixes of several lengths. Tokens a step are exact; the speed is what the times of
 the steps in bfloat16 make of them, without the sampler. This is how kit/lookup.py got its sizes.
 
-run: tokens a second, plain and with drafts of at most 2, 4 and 8 tokens, after prompts from the
+run: tokens a second, plain and with drafts of at most 1, 3, 7 and 15 tokens, after prompts from the
 validation split (or --prompt). The text must be that of plain decoding; else it says so.
 
 All that is compared takes turns, in the other order every second round; figures are medians.
@@ -35,7 +35,7 @@ from kit.errors import UserError, run
 
 KINDS, WIDTHS = ("bfloat16", "int8", "int4"), (1, 2, 3, 4, 5, 8, 12, 16, 24, 32)
 SIZES = ((2,), (3,), (3, 2), (3, 2, 1), (4, 3, 2, 1), (5, 4, 3, 2), (8, 4, 2, 1))
-MOSTS, PIECE = (2, 4, 8, 16), 1024
+MOSTS, PIECE = (1, 3, 7, 15), 1024
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -127,7 +127,7 @@ def show_text(path: Path, tokenizer: Any, times: dict[int, float]) -> None:
     pieces = [ids[i : i + PIECE] for i in range(0, len(ids) - PIECE + 1, PIECE)][:100]
     if not pieces:
         raise UserError(f"{path}: {len(ids)} tokens; expected at least {PIECE}")
-    print(f"\n{path.name} in tokens of {tokenizer.kind}: {len(pieces)} pieces; "
+    print(f"\n{path.name} in tokens of {tokenizer.spec}: {len(pieces)} pieces; "
           "tokens a step, and speed against plain decoding\n")
     print(f"{'suffixes':14}" + "".join(f"{f'at most {most}':>18}" for most in MOSTS))
     written = len(pieces) * (PIECE - PIECE // 2)
@@ -188,8 +188,8 @@ def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace)
         return time.perf_counter() - start, texts
 
     for temperature in (0, 0.8):
-        times, found = {most: [] for most in (0, *MOSTS[:3])}, {}
-        for most in in_turns((0, *MOSTS[:3]), args.rounds):
+        times, found = {most: [] for most in (0, *MOSTS)}, {}
+        for most in in_turns((0, *MOSTS), args.rounds):
             passes.clear()
             seconds, texts = write(most, temperature)
             times[most].append(seconds)

@@ -154,8 +154,8 @@ def shrink(x: Tensor) -> Tensor:
 
 
 def grow(held: Tensor) -> Tensor:
-    """What `shrink` made -> fp32 (..., D)"""
-    return held[..., :-4].float() * held[..., -4:].contiguous().view(torch.float32)
+    """What `shrink` made -> bf16 (..., D)"""
+    return (held[..., :-4] * held[..., -4:].contiguous().view(torch.float32)).bfloat16()
 
 
 def team(code: Any) -> int:

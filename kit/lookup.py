@@ -26,14 +26,16 @@ class Draft:
     """Guesses how a text goes on: as it did where its newest tokens last occurred.
 
     The longest of `sizes` newest tokens that occurred counts, and its latest occurrence. A guess
-    has at most `most` tokens: twice as many as the last guess if that was all right, else two more
-    than were right of it. `python -m bench.lookup --text=FILE` measures what both are worth.
+    has 1, 3, 7, 15 or 31 tokens, at most `most`: with the one before them they make a step of 2,
+    4, 8 ... tokens, which native code does best. A guess that is all right doubles the next step,
+    another one halves it. `python -m bench.lookup --text=FILE` measures what suits a text.
     """
 
     def __init__(self, ids: Sequence[int], most: int, sizes: Sequence[int] = (4, 3, 2, 1)):
         self.ids: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}  # some tokens -> where the text went on
-        self.most = self.length = most
+        self.widest = 2 ** ((most + 1).bit_length() - 1)
+        self.width = min(4, self.widest)  # tokens of the next step that has a guess
         self.sizes = sizes
         for id in ids:
             self.add(id)
@@ -50,14 +52,15 @@ class Draft:
         for n in self.sizes:
             if at := self.after.get(tuple(self.ids[-n:])):
                 period = len(self.ids) - at  # what would be copied next may be guessed itself
-                length = max(0, min(most, self.length))
+                length = max(0, min(most, self.width - 1))
                 return [self.ids[at + i % period] for i in range(length)]
         return []
 
     def learn(self, guessed: int, right: int) -> None:
         """So many tokens of a guess were right."""
         if guessed:
-            self.length = min(self.most, 2 * guessed if right == guessed else right + 2)
+            step = 2 * self.width if right == guessed else self.width // 2
+            self.width = max(2, min(step, self.widest))
 
 
 @torch.inference_mode()

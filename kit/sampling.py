@@ -93,6 +93,14 @@ class Sampler:
 
         logits: (B, V) in fp32, on any device. The ids (B,) come back to it.
         """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # what torch wakes spins on for a while, beside those of team.h
+        try:
+            return self.choose(logits)
+        finally:
+            torch.set_num_threads(threads)
+
+    def choose(self, logits: Tensor) -> Tensor:
         if len(logits) != len(self.generators):
             raise ValueError(f"{len(logits)} rows of logits for {len(self.generators)} seeds")
         device = logits.device

@@ -297,7 +297,7 @@ def test_lookup_changes_the_number_of_steps_and_nothing_else(tmp_path, byte_toke
         plain = write(capfd, *flags)[0]
         assert not drafts
         assert write(capfd, *flags, "--lookup=4")[0] == plain
-        assert (4, 4) in drafts
+        assert (3, 3) in drafts
         drafts.clear()
 
 

@@ -21,7 +21,7 @@ CODE, WHY = native.library()
 needs_code = pytest.mark.skipif(CODE is None, reason=WHY)
 KINDS = native.KINDS
 WAYS = [pytest.param(True, marks=needs_code, id="native"), pytest.param(False, id="library")]
-ERROR = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.04}  # of logits of deviation 0.5, in all
+ERROR = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.06}  # of logits of deviation 0.5, in all
 
 
 def make(n_embd: int = 72, n_head: int = 2, **options) -> GPT:

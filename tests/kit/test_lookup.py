@@ -102,7 +102,7 @@ def follow(ids: list[int], sizes: tuple[int, ...], most: int) -> list[int]:
     return []
 
 
-@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 9),
+@given(st.lists(st.integers(0, 3), max_size=60), st.sampled_from([1, 3]),
        st.sampled_from([(4, 3, 2, 1), (3, 2), (2,), (5, 1)]))
 def test_a_guess_is_what_followed_the_latest_occurrence_of_the_longest_suffix(ids, most, sizes):
     draft = Draft([], most, sizes)
@@ -111,24 +111,29 @@ def test_a_guess_is_what_followed_the_latest_occurrence_of_the_longest_suffix(id
         draft.add(id)
     assert draft.guess(99) == follow(ids, sizes, most) == Draft(ids, most, sizes).guess(99)
     assert len(draft.after) <= len(sizes) * len(ids)  # bounded by the text
+    assert draft.guess(1) == follow(ids, sizes, 1)
     assert draft.guess(0) == draft.guess(-1) == []
 
 
 def test_what_has_a_period_is_continued_in_it():
-    assert Draft([7, 1, 2, 3, 1, 2, 3], 8).guess(9) == [1, 2, 3, 1, 2, 3, 1, 2]
+    draft = Draft([7, 1, 2, 3, 1, 2, 3], 8)
+    draft.learn(3, 3)
+    assert draft.guess(9) == [1, 2, 3, 1, 2, 3, 1]
     assert Draft([5, 5], 3).guess(9) == [5, 5, 5]
     assert Draft([1, 2, 3], 3).guess(9) == []
 
 
-def test_guesses_grow_with_success():
-    draft, lengths = Draft([5] * 9, 16), []
-    for share in (0, 0, 1, 1, 1, 1, 0.5, 0):
+@pytest.mark.parametrize("most, expected", [
+    (31, [3, 1, 1, 3, 7, 15, 31, 31, 15, 7]), (15, [3, 1, 1, 3, 7, 15, 15, 15, 7, 3]),
+    (14, [3, 1, 1, 3, 7, 7, 7, 7, 3, 1]), (2, [1] * 10), (1, [1] * 10)])
+def test_guesses_grow_with_success(most, expected):
+    draft, lengths = Draft([5] * 9, most), []
+    for share in (0, 0, 1, 1, 1, 1, 1, 0.9, 0, 0):
         guess = draft.guess(99)
         lengths.append(len(guess))
         draft.learn(len(guess), int(share * len(guess)))
-    assert lengths == [16, 2, 2, 4, 8, 16, 16, 10]
-    draft.learn(0, 0)  # no guess tells nothing
-    assert draft.length == 2
+        draft.learn(0, 0)  # no guess tells nothing
+    assert lengths == expected
 
 
 def test_a_long_text_costs_no_more_per_token():
@@ -196,9 +201,9 @@ def test_drafts_are_used_and_tried_in_one_pass(monkeypatch):
         model.wpe.weight.zero_()  # greedy text without positions soon goes round in a circle
     fast(model, "float32")
     steps = Steps(model, monkeypatch)
-    text = lookup.generate(model, idx, 60, sampler(idx, temperature=0), lookup=5)
+    text = lookup.generate(model, idx, 60, sampler(idx, temperature=0), lookup=7)
     greedy = list(map(int, text))
-    assert len(greedy) == 60 and max(steps.tokens[1:]) == 6
+    assert len(greedy) == 60 and max(steps.tokens[1:]) == 8
     passes, steps.tokens = len(steps.tokens), []
     assert list(map(int, model.generate(idx, 60, sampler(idx, temperature=0)))) == greedy
     assert passes < 0.6 * len(steps.tokens)
@@ -210,7 +215,7 @@ def test_the_last_token_is_not_overshot(monkeypatch):
     steps = Steps(model, monkeypatch)
     always = lookup.generate(model, idx, 8, lambda logits: torch.tensor([5]), lookup=20)
     assert list(map(int, always)) == [5] * 8
-    assert steps.tokens == [3, 7]  # the first token, then it and six: all eight are chosen
+    assert steps.tokens == [3, 4, 3]  # the first token, it and three, the fifth and two
     assert list(lookup.generate(model, idx, 0, pytest.fail, lookup=2)) == []
 
 

@@ -20,6 +20,7 @@ import torch
 from data import DataError
 from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
+from kit import native
 from kit.device import DTYPES, choose_device, name_of
 from kit.errors import UserError, plain, run
 from kit.fast import fast
@@ -155,7 +156,9 @@ def place(s: SampleSettings, model: GPT, device: torch.device, folder: Path,
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     weights = s.dtype if s.dtype != "auto" else "bfloat16" if large else "float32"
     if s.quantize == "none":
-        return fast(model, weights, s.compile)
+        if late := s.compile == "auto" and not large and not native.compiled():
+            native.build_aside()  # the first text shall not wait three seconds
+        return fast(model, weights, bool(s.compile) and not late)
     before = quick_loss(model, folder, tokenizer)
     how = fast(model, s.quantize, s.compile)
     if before and (after := quick_loss(model, folder, tokenizer)):

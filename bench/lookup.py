@@ -34,7 +34,7 @@ from data.prepare import Parser
 from kit.errors import UserError, run
 
 KINDS, WIDTHS = ("bfloat16", "int8", "int4"), (1, 2, 3, 4, 5, 8, 12, 16, 24, 32)
-SIZES = ((2,), (3,), (3, 2), (3, 2, 1), (4, 3, 2, 1), (5, 4, 3, 2), (8, 4, 2, 1))
+SIZES = ((2,), (3,), (3, 2), (4, 3, 2), (5, 4, 3, 2), (4, 3, 2, 1), (8, 4, 2))
 MOSTS, PIECE = (1, 3, 7, 15), 1024
 
 
@@ -153,7 +153,7 @@ def run_prompts(folder: Path, tokenizer: Any, args: argparse.Namespace, n: int) 
     if args.prompt:
         return [tokenizer.encode(args.prompt)] * args.prompts
     config = folder.parent.parent / "config.json"
-    name = read_json(config)["dataset"] if config.is_file() else ""
+    name = read_json(config)["settings"]["dataset"] if config.is_file() else ""
     at = [p for p in (data_root() / name, Path(name)) if (p / "dataset.json").is_file()]
     if not at:
         raise UserError(f"{folder}: its data set {name!r} is not here; give a --prompt")
@@ -181,9 +181,9 @@ def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace)
         start, texts = time.perf_counter(), []
         for seed, ids in enumerate(prompts):
             choose = Sampler([seed], temperature=temperature, top_k=50)
-            how = dict(lookup=most) if most else {}
+            options = dict(lookup=most) if most else {}
             generate = lookup.generate if most else type(model).generate
-            new = generate(model, torch.tensor([ids]), args.new, choose, **how)
+            new = generate(model, torch.tensor([ids]), args.new, choose, **options)
             texts.append(list(map(int, new)))
         return time.perf_counter() - start, texts
 

@@ -18,7 +18,7 @@ from kit import native
 from kit.quantize import GROUP, TILE, integers, pack, round_to
 from model import GPT, GPTConfig, KVCache
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int8]  # of a cache, in the order of native.KINDS
+DTYPES = [torch.float32, torch.bfloat16, torch.int8]  # of a cache, in the order of KINDS
 FEW = 32  # tokens up to which a step in native code is quicker than PyTorch's products
 
 
@@ -29,7 +29,9 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True) -> str:
     bits or of integers; the cache is in fp32, bf16 or 8-bit integers with weights of as many bits.
     compiled: False does without native code, as where there is no compiler.
     """
-    code, why = native.library() if compiled else (None, "not asked for")
+    if not isinstance(model.lm_head, nn.Linear) or model.wte.weight.device.type != "cpu":
+        raise ValueError("expected a GPT on the CPU that is not fast yet")
+    code, why = native.library() if compiled else (None, "")
     model.eval().float()
 
     def matrix(linear: nn.Linear) -> nn.Module:
@@ -49,11 +51,16 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True) -> str:
     model.new_cache = lambda batch_size=1, length=None: kind(model.config, batch_size, length,
                                                              "cpu", kept)
     model.loss = lambda x, targets: loss(model, x, targets)
+    model.requires_grad_(False)
     if code:
         model.hidden = Step(model, code)
-    model.requires_grad_(False)
-    how = "native code" if code else f"PyTorch's kernels, as {why}"
+        model._apply = model.state_dict = model.load_state_dict = refuse  # it knows addresses
+    how = "native code" if code else "PyTorch's kernels" + (f", as {why}" if why else "")
     return f"weights in {weights}, {how}"
+
+
+def refuse(*args: Any, **options: Any) -> None:
+    raise RuntimeError("a fast model cannot be moved, converted, saved or loaded any more")
 
 
 def loss(model: GPT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +96,8 @@ class NativeMatrix(nn.Module):
             y = F.linear(x.bfloat16(), self.w).float()
             return y if self.bias is None else y.add_(self.bias)
         y = torch.empty(*x.shape[:-1], self.n_out)
-        self.code.linear(team(self.code), self.struct, tokens, x.data_ptr(), y.data_ptr())
+        if self.code.linear(team(self.code), self.struct, tokens, x.data_ptr(), y.data_ptr()):
+            raise MemoryError
         return y
 
 
@@ -172,7 +180,8 @@ class Step:
             p(b.ln_1.weight), p(b.ln_1.bias), p(b.ln_2.weight), p(b.ln_2.bias),
             p(getattr(b.attn, "logn_scale", None)), b.attn.c_attn.struct, b.attn.c_proj.struct,
             b.mlp.c_fc.struct, b.mlp.c_proj.struct) for b in model.h])
-        wte = model.wte.weight
+        D, wte = c.n_embd // c.n_head, model.wte.weight
+        self.widths = {torch.float32: D, torch.bfloat16: D, torch.int8: D + 4}  # of a vector held
         self.struct = native.Model(
             c.n_layer, c.n_embd, c.n_head, c.vocab_size, native.LOGN.index(c.attn_logn),
             int(wte.dtype == torch.bfloat16), model.h[0].attn.log_base, p(wte),
@@ -183,17 +192,22 @@ class Step:
         if cache is None or not 0 < B * T <= FEW:
             return self.plain(idx, cache)
         size, end = min(cache.k.size(3), self.model.config.block_size), cache.longest + T
-        if end > size:
-            raise ValueError(f"there is room for {size} positions, {end} are needed")
+        if end > size or cache.k.size(1) != B or cache.k.size(4) != self.widths[cache.k.dtype]:
+            raise ValueError(f"{B} rows of {end} positions do not fit a cache of {cache.k.size(1)} "
+                             f"rows and {size} positions")
+        cache.k, cache.v = cache.k.contiguous(), cache.v.contiguous()
         array = ctypes.c_int64 * (B * T)
         pos = [cache.pos] * B if isinstance(cache.pos, int) else cache.pos.tolist()
         pos = array(*(p + t for p in pos for t in range(T)))
         rows = array(*(row for row in range(B) for _ in range(T)))
         held = native.Cache(cache.k.data_ptr(), cache.v.data_ptr(), B, cache.k.size(3),
                             DTYPES.index(cache.k.dtype))
-        x, ids = torch.empty(B, T, self.model.config.n_embd), idx.contiguous()
-        if self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos, rows, held,
-                          x.data_ptr()):
-            raise IndexError(f"token ids {ids.tolist()} are not all in the vocabulary")
+        x, ids = torch.empty(B, T, self.model.config.n_embd), idx.long().contiguous()
+        failed = self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos, rows,
+                                held, x.data_ptr())
+        if failed == 2:
+            raise MemoryError
+        if failed:
+            raise IndexError(f"ids {ids.tolist()} at positions {[*pos]}: not all can be")
         cache.advance(T)
         return x

@@ -31,7 +31,7 @@ class Draft:
     another one halves it. `python -m bench.lookup --text=FILE` measures what suits a text.
     """
 
-    def __init__(self, ids: Sequence[int], most: int, sizes: Sequence[int] = (4, 3, 2, 1)):
+    def __init__(self, ids: Sequence[int], most: int, sizes: Sequence[int] = (4, 3, 2)):
         self.ids: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}  # some tokens -> where the text went on
         self.widest = 2 ** ((most + 1).bit_length() - 1)

@@ -1,6 +1,8 @@
 // One step of the GPT for the newest tokens of a few rows, in one call: model.py's forward pass
 // without its head, on all cores. Called from kit/fast.py; the structures are in kit/native.py.
 
+#include <new>
+
 #include "attention.h"
 
 struct Layer {
@@ -98,7 +100,7 @@ struct Step {
                pos[i] + 1, D, scale, p, &a[i * C + h * D]);
     }
 
-    void block(Member me, int layer) {
+    void block(Member& me, int layer) {
         const Layer& l = m.layers[layer];
         const size_t C = this->C;  // copies, and plain pointers: the compiler may keep them
         float *x = this->x.data(), *a = this->a.data(), *qkv = this->qkv.data();
@@ -142,29 +144,32 @@ extern "C" {
 
 Team* make_team(int threads) { return new Team(threads); }
 
-// y (tokens, out) = x (tokens, in) @ w.T + bias
-void linear(Team* team, const Linear& l, int tokens, const float* x, float* y) {
+// y (tokens, out) = x (tokens, in) @ w.T + bias; 2 where memory is full
+int linear(Team* team, const Linear& l, int tokens, const float* x, float* y) try {
     Input in(tokens, l.in, l.kind);
-    team->run([&](int number) {
-        Member me{*team, number};
+    team->run([&](int number, uint32_t phase) {
+        Member me{*team, number, phase};
         me.each(tokens, [&](int row) { put(in, l, row, x + size_t(row) * l.in); });
         product(me, l, in, tokens, [&](size_t row, int first, const float* values, int n) {
             memcpy(y + row * l.out + first, values, n * 4);
         });
     });
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 2;
 }
 
 // Tokens with their ids, positions and rows of the cache -> hidden states (tokens, C) before the
 // head; their keys and values go to the cache. 1 if an id, a position or a row cannot be.
 int step(Team* team, const Model& m, int tokens, const int64_t* ids, const int64_t* pos,
-         const int64_t* row, const Cache& cache, float* out) {
+         const int64_t* row, const Cache& cache, float* out) try {
     for (int i = 0; i < tokens; i++)
         if (ids[i] < 0 || ids[i] >= m.vocab_size || pos[i] < 0 || pos[i] >= cache.length ||
             row[i] < 0 || row[i] >= cache.rows)
             return 1;
     Step s(m, cache, tokens, ids, pos, row, team->size);
-    team->run([&](int number) {
-        Member me{*team, number};
+    team->run([&](int number, uint32_t phase) {
+        Member me{*team, number, phase};
         me.each(tokens, [&](int i) { s.embed(i); });
         for (int layer = 0; layer < m.n_layer; layer++) s.block(me, layer);
         me.each(tokens, [&](int i) {
@@ -172,5 +177,7 @@ int step(Team* team, const Model& m, int tokens, const int64_t* ids, const int64
         });
     });
     return 0;
+} catch (const std::bad_alloc&) {
+    return 2;
 }
 }

@@ -1,21 +1,23 @@
 """kit/native.cpp, compiled for this machine when first needed, and its structures for ctypes."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from ctypes import POINTER, Structure, c_float, c_int, c_void_p
 from functools import cache
 from pathlib import Path
 
-from torch import Tensor
-
 NAMES = ("native.cpp", "attention.h", "products.h", "team.h")
 SOURCES = [Path(__file__).with_name(name) for name in NAMES]
+FOLDER = Path(__file__).with_name("__pycache__")
 KINDS = ("float32", "bfloat16", "int8", "int4")  # of weights, in the order of its enum
 LOGN = ("off", "fixed", "clipped", "learned")
 FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno",
@@ -53,8 +55,9 @@ class Cache(Structure):
                 ("kind", c_int)]
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Its address, for a field of a structure; the tensor must be contiguous and stay alive."""
+def pointer(tensor: "torch.Tensor | None") -> int | None:  # noqa: F821
+    """Its address, for a field of a structure; the tensor must stay alive, where it is."""
+    assert tensor is None or tensor.is_contiguous()
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -67,10 +70,11 @@ def processor() -> str:
         return platform.processor()
 
 
-def compile_to(target: Path, compiler: str, machines: tuple[list[str], ...] = MACHINE) -> None:
+def compile_to(target: Path, compiler: list[str], machines: tuple[list[str], ...] = MACHINE
+               ) -> None:
     """Compile with the first flags for the machine that the compiler knows; OSError with none."""
     for machine in machines:
-        command = [compiler, *FLAGS, *machine, str(SOURCES[0]), "-o", str(target)]
+        command = [*compiler, *FLAGS, *machine, str(SOURCES[0]), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace",
                               stdin=subprocess.DEVNULL, timeout=120)
         if done.returncode == 0:
@@ -86,31 +90,77 @@ def load(path: Path) -> ctypes.CDLL:
     code.step.argtypes = [c_void_p, POINTER(Model), c_int, *[c_void_p] * 3, POINTER(Cache),
                           c_void_p]
     code.linear.argtypes = [c_void_p, POINTER(Linear), c_int, c_void_p, c_void_p]
-    code.linear.restype = None
     return code
+
+
+def compiler() -> list[str]:
+    """The command of a C++ compiler, $CXX or the system's; [] without."""
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
+    return [] if sys.platform == "win32" else shlex.split(found)
+
+
+def compiled() -> Path | None:
+    """The code compiled for this machine, if it is there and as it was written."""
+    found = sorted(FOLDER.glob(f"native-{key()}-*.so"))
+    for path in found:  # the rest of its name is its own hash: half a file would crash us
+        if hash_of(path) == path.stem.split("-")[2]:
+            return path
+    return None
+
+
+def key() -> str:
+    """A hash of all that the compiled code depends on."""
+    made_of = [*(p.read_bytes() for p in SOURCES), repr((FLAGS, compiler(), processor())).encode()]
+    return hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+
+
+def hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def build() -> Path:
+    """Compile, if need be, and keep the result beside Python's own; 3 s. OSError if it fails."""
+    if path := compiled():
+        return path
+    FOLDER.mkdir(exist_ok=True)
+    for stale in (*FOLDER.glob("native-*"), *FOLDER.glob(".tmp-native-*")):
+        if time.time() - stale.stat().st_mtime > 86400:
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".tmp-native-") as aside:
+        made = Path(aside) / "native.so"
+        compile_to(made, compiler())
+        path = FOLDER / f"native-{key()}-{hash_of(made)}.so"
+        os.replace(made, path)
+    return path
 
 
 @cache
 def library() -> tuple[ctypes.CDLL | None, str]:
     """(the code for this machine, ""), or (None, why there is none). It takes 3 s to compile."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if sys.platform == "win32" or not compiler:
+    if not compiler():
         return None, "there is no C++ compiler (c++ or g++)"
-    made_of = [*(p.read_bytes() for p in SOURCES), repr((FLAGS, compiler, processor())).encode()]
-    key = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
-    path = SOURCES[0].parent / "__pycache__" / f"native-{key}.so"
     try:
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tmp-") as aside:
-                compile_to(Path(aside) / path.name, compiler)
-                os.replace(Path(aside) / path.name, path)  # whole or absent
-        return load(path), ""
-    except (OSError, AttributeError, subprocess.SubprocessError) as e:
-        return None, f"{compiler} cannot compile kit/native.cpp here: {e}"
+        return load(build()), ""
+    except subprocess.TimeoutExpired:
+        why = "it took more than two minutes"
+    except (OSError, AttributeError) as e:
+        why = str(e)
+    return None, f"{' '.join(compiler())} cannot make kit/native.cpp run here: {why}"
+
+
+def build_aside() -> None:
+    """Let another process compile, for the next time."""
+    with contextlib.suppress(OSError):
+        subprocess.Popen([sys.executable, "-m", "kit.native"], cwd=SOURCES[0].parent.parent,
+                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                         stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 @cache
 def team_of(code: ctypes.CDLL, threads: int, process: int) -> int:
     """The threads that the code works with; a process that forked has lost those of its parent."""
     return code.make_team(threads)
+
+
+if __name__ == "__main__":
+    build()

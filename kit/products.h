@@ -270,7 +270,7 @@ static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[
     if (l.kind == INT4) tile<4, N>(l, t, x, row, y);
 }
 
-// All threads of a team call this. done(token, first output, values, their number).
+// Those of a team share this. done(token, first output, values, their number).
 template <class Done>
 static void product(Member& me, const Linear& l, const Input& x, int tokens, Done done) {
     me.each((l.out + TILE - 1) / TILE, [&](int t) {

@@ -21,15 +21,15 @@ def integers(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits == 8:
         scale = (most / 127).bfloat16()
         return round_to(w, scale, -127, 127), scale
+    w = w / most.clamp(min=1e-38)  # or squares of what is tiny or huge would say nothing
     signed = w.gather(-1, at)  # the one of largest magnitude, with its sign
     best, error = signed / -8, torch.full_like(most, torch.inf)
     for steps in (-9.5, -9, -8.5, -8, -7.5, -7, 6.5, 7, 7.5, 8):
-        scale = (signed / steps).bfloat16()
+        scale = (signed / steps * most).bfloat16() / most.clamp(min=1e-38)
         wrong = (round_to(w, scale, -8, 7) * scale - w).square_().sum(-1, keepdim=True)
-        best = torch.where(wrong < error, scale.float(), best)
+        best = torch.where(wrong < error, scale, best)
         error = torch.minimum(wrong, error)
-    best = best.bfloat16()
-    return round_to(w, best, -8, 7), best
+    return round_to(w, best, -8, 7), (best * most).bfloat16()
 
 
 def round_to(w: Tensor, scale: Tensor, low: int, high: int) -> Tensor:

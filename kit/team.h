@@ -1,82 +1,109 @@
-// Threads that work on one thing together, a hundred times a millisecond.
+// Threads that share a thing's work, piece by piece, a hundred times a millisecond.
 //
-// Waiting is spinning: a sleep and a wake would take longer than the work between two meetings, and
-// on a busy machine a thread that sleeps waits for somebody else's time slice. Between two calls
-// they spin for a moment, then sleep.
+// A call is a row of phases, and a phase ends when its pieces are done, whoever did them: nobody
+// waits for a thread that the system has put aside, unless it holds a piece. So a busy machine costs
+// the time that others take, not a time slice a phase. Waiting is spinning, as a sleep and a wake
+// would take longer than a phase; between calls the threads spin for a moment, then sleep.
 
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <memory>
+#include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-static inline void pause_() {
+template <class Done> static inline void spin_until(Done done) {
+    for (int i = 1; !done(); i++) {
+        if (i % 256 == 0) std::this_thread::yield();
 #if defined(__x86_64__)
-    _mm_pause();
+        else _mm_pause();
 #endif
+    }
 }
 
 class Team {
-    std::atomic<int> arrived{0}, meetings{0}, calls{0}, asleep{0};
+    friend struct Member;
+    std::atomic<uint64_t> next{0};  // the phase in the upper half, its next piece in the lower
+    std::atomic<uint32_t> done{0};  // pieces of this phase
+    std::atomic<uint32_t> calls{0};
+    std::atomic<int> asleep{0}, inside{0};  // threads that sleep; that are in the call
+    std::atomic<bool> open{false};
     std::mutex one_call, sleeping;
     std::condition_variable wake;
-    void (*work)(void*, int) = nullptr;
+    void (*work)(void*, int, uint32_t) = nullptr;
     void* on = nullptr;
+    uint32_t first = 0;  // phase of the call
 
     void stand_by(int number) {
-        for (int seen = 0;; seen++) {
-            for (int i = 0; i < 20000 && calls.load() == seen; i++) pause_();
-            if (calls.load() == seen) {
+        for (uint32_t seen = 0;;) {
+            int turns = 0;
+            spin_until([&] { return calls != seen || ++turns == 20000; });
+            if (calls == seen) {
                 std::unique_lock<std::mutex> lock(sleeping);
                 asleep++;
-                wake.wait(lock, [&] { return calls.load() != seen; });
+                wake.wait(lock, [&] { return calls != seen; });
                 asleep--;
             }
-            work(on, number);
-            meet();
+            inside++;
+            seen = calls;
+            if (open) work(on, number, first);
+            inside--;
         }
     }
 
   public:
-    const int size;
-    explicit Team(int n) : size(n) {
-        for (int i = 1; i < n; i++) std::thread(&Team::stand_by, this, i).detach();
-    }
-
-    void meet() {  // nobody goes on before all are here
-        const int now = meetings.load();
-        if (arrived.fetch_add(1) + 1 == size) {
-            arrived.store(0);
-            meetings.store(now + 1);
+    int size = 1;  // fewer than asked for where the system gives no more threads
+    explicit Team(int n) {
+        try {
+            for (; size < n; size++) std::thread(&Team::stand_by, this, size).detach();
+        } catch (const std::system_error&) {
         }
-        for (int i = 1; meetings.load() == now; i++)
-            i % 4096 ? pause_() : std::this_thread::yield();
     }
 
-    template <class F> void run(F f) {  // f(number) on every thread, one call at a time
+    // f(number, phase) on all who are there; one call at a time
+    template <class F> void run(F f) {
         std::lock_guard<std::mutex> alone(one_call);
-        work = [](void* f, int number) { (*(F*)f)(number); };
+        work = [](void* f, int number, uint32_t phase) { (*(F*)f)(number, phase); };
         on = &f;
+        first = next >> 32;
+        open = true;
         {
             std::lock_guard<std::mutex> lock(sleeping);  // or one could miss it on its way to sleep
             calls++;
         }
-        if (asleep.load()) wake.notify_all();
-        f(0);
-        meet();
+        if (asleep) wake.notify_all();
+        f(0, first);
+        open = false;
+        spin_until([&] { return inside == 0; });  // f is gone after this
     }
 };
 
 struct Member {
     Team& team;
     const int number;
-    // f(i) for this thread's share of 0..n-1, then a meeting
+    uint32_t phase;
+
+    // f(i) for all i of 0..n-1 by whoever takes them; then the next phase
     template <class F> void each(int64_t n, F f) {
-        for (int i = n * number / team.size; i < n * (number + 1) / team.size; i++) f(i);
-        team.meet();
+        const int64_t pieces = std::min<int64_t>(n, team.size == 1 ? 1 : 2 * team.size);
+        for (uint64_t now = team.next; now >> 32 == phase; now = team.next) {
+            const int64_t piece = uint32_t(now);
+            if (piece == pieces) {  // all are taken
+                spin_until([&] { return team.next >> 32 != phase; });
+            } else if (team.next.compare_exchange_weak(now, now + 1)) {
+                const int64_t end = n * (piece + 1) / pieces;
+                for (int64_t i = n * piece / pieces; i < end; i++) f(i);
+                if (team.done.fetch_add(1) + 1 == pieces) {
+                    team.done = 0;
+                    team.next = uint64_t(phase + 1) << 32;
+                }
+            }
+        }
+        phase++;
     }
 };

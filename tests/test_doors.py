@@ -19,11 +19,11 @@ DOORS = {  # room -> what of ours it may import
     "extras": {"kit", "data", "model"},
     "bench": {"kit", "data", "model"},
 }
-BUDGET = {"model.py": 425, "train.py": 400, "sample.py": 200}  # others: 250
+BUDGET = {"model.py": 425, "train.py": 400, "sample.py": 200, "products.h": 310}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
     ("model", "train", "sample"): 920,
     ("data",): 2065,
-    ("kit",): 2850,
+    ("kit",): 3000,
 }
 KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "metrics": {"files", "settings"}, "optimizer": {"sharding"},
@@ -31,7 +31,8 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "distributed": {"rendezvous", "sharding"},
     "checkpoint": {"files", "settings"}, "loading": {"checkpoint", "files", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
-    "fast": {"native", "quantize"}, "writing": {"prompts", "sampling"},
+    "fast": {"native", "quantize"}, "lookup": {"fast"},
+    "writing": {"lookup", "prompts", "sampling"},
     "session": {"sampling", "writing"},
     "runs": {"checkpoint", "device", "distributed", "files", "finding", "loading", "settings"},
     "report": {"checkpoint", "device", "distributed", "files", "metrics", "runs", "sampling"},
@@ -87,9 +88,10 @@ def test_three_scripts_at_the_root():
 
 
 def test_budgets():
-    for path in sources(*ROOMS):
+    for path in [*sources(*ROOMS), *(CLONE / "kit").glob("*.cpp"), *(CLONE / "kit").glob("*.h")]:
         lines = path.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= BUDGET.get(path.name, 250), f"{path} has {len(lines)} lines"
+        assert max(map(len, lines), default=0) <= 100, path
     for rooms, limit in LINES.items():
         written = [line for path in sources(*rooms)
                    for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -218,6 +218,36 @@ def test_ids_and_positions_that_cannot_be_are_refused():
     model.hidden(tokens(1, 4), cache)
     with pytest.raises(ValueError, match="4 positions"):
         model.hidden(tokens(1, 1), cache)
+    for rows in (1, 3, 4):
+        with pytest.raises(ValueError, match="a cache of 2 rows"):
+            model.hidden(tokens(rows, 1), model.new_cache(2))
+    with pytest.raises(ValueError, match="do not fit"):
+        model.hidden(tokens(1, 1), KVCache(model.config, dtype=torch.int8))
+
+
+@needs_code
+def test_ids_of_another_type_and_caches_of_another_layout():
+    model, idx = quick(make(), "float32"), tokens(2, 6)
+    expected = through_cache(model, idx, [1] * 6)
+    assert torch.equal(through_cache(model, idx.int(), [1] * 6), expected)
+    cache = model.new_cache(2)
+    cache.k, cache.v = (a.transpose(2, 3).contiguous().transpose(2, 3) for a in (cache.k, cache.v))
+    logits = torch.cat([model(part, cache=cache) for part in idx.split(1, 1)], 1)
+    assert torch.equal(logits, expected)
+
+
+@needs_code
+def test_a_fast_model_stays_where_it_is():
+    """The native code knows the addresses of its weights."""
+    model = quick(make(), "bfloat16")
+    for move in (model.half, model.float, lambda: model.to("meta"), model.share_memory,
+                 model.state_dict, lambda: model.load_state_dict({})):
+        with pytest.raises(RuntimeError, match="a fast model"):
+            move()
+    for again in (model, GPT(model.config).to("meta")):
+        with pytest.raises(ValueError, match="on the CPU"):
+            fast(again)
+    assert model(tokens(1, 3)).isfinite().all()
 
 
 # ---------------------------------------------------------------------------------- other machines
@@ -232,7 +262,7 @@ def test_code_for_lesser_processors_gives_the_same(machine, tmp_path, monkeypatc
     needed = {"x86-64": "", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}[machine]
     if needed not in flags:
         pytest.skip(f"this processor has no {needed}")
-    native.compile_to(tmp_path / "code.so", "c++", ([f"-march={machine}"],))
+    native.compile_to(tmp_path / "code.so", native.compiler(), ([f"-march={machine}"],))
     code = native.load(tmp_path / "code.so")
     for weights in KINDS:
         model, idx = make(), tokens(9, 24)
@@ -242,6 +272,32 @@ def test_code_for_lesser_processors_gives_the_same(machine, tmp_path, monkeypatc
             logits = through_cache(quick(model, weights), idx, [1, 2, 3, 18])
         error = (logits - expected).std() / expected.std()
         assert error < (1e-6 if weights == "float32" else 0.02), weights
+
+
+@pytest.mark.slow
+@needs_code
+@pytest.mark.parametrize("harm", [lambda p: os.truncate(p, 4096), lambda p: os.truncate(p, 0),
+                                  lambda p: p.write_bytes(b"junk"), lambda p: p.unlink()])
+def test_damaged_code_is_compiled_again(harm, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setenv("CXX", f"env {native.compiler()[0]}")  # with an argument
+    path = native.build()
+    assert native.compiled() == path == native.build()
+    harm(path)
+    assert native.compiled() is None
+    assert native.build().stat().st_size > 10_000 and native.compiled()
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_where_nothing_can_be_written_the_library_does_it(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(native, "FOLDER", tmp_path / "file")
+    native.library.cache_clear()
+    try:
+        code, why = native.library()
+    finally:
+        native.library.cache_clear()
+    assert code is None and "file" in why and "\n" not in why
 
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])

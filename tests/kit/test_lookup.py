@@ -103,7 +103,7 @@ def follow(ids: list[int], sizes: tuple[int, ...], most: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.sampled_from([1, 3]),
-       st.sampled_from([(4, 3, 2, 1), (3, 2), (2,), (5, 1)]))
+       st.sampled_from([(4, 3, 2), (3, 2), (2,), (5, 1)]))
 def test_a_guess_is_what_followed_the_latest_occurrence_of_the_longest_suffix(ids, most, sizes):
     draft = Draft([], most, sizes)
     for i, id in enumerate(ids):
@@ -119,7 +119,7 @@ def test_what_has_a_period_is_continued_in_it():
     draft = Draft([7, 1, 2, 3, 1, 2, 3], 8)
     draft.learn(3, 3)
     assert draft.guess(9) == [1, 2, 3, 1, 2, 3, 1]
-    assert Draft([5, 5], 3).guess(9) == [5, 5, 5]
+    assert Draft([5, 5, 5], 3).guess(9) == [5, 5, 5]
     assert Draft([1, 2, 3], 3).guess(9) == []
 
 
@@ -148,7 +148,7 @@ def test_a_long_text_costs_no_more_per_token():
     draft.ids = Unscannable(draft.ids)
     for id in (7, 8, 9):
         draft.add(id)
-    assert draft.guess(4) == [10, 11, 12, 13]
+    assert draft.guess(4) == [10, 11, 12]
 
 
 # ---------------------------------------------------------------------------------- the same text
@@ -156,7 +156,7 @@ def test_a_long_text_costs_no_more_per_token():
 
 @needs_code
 @pytest.mark.parametrize("kind", native.KINDS)
-@pytest.mark.parametrize("n", [1, 2, 5, MOST])
+@pytest.mark.parametrize("n", [1, 3, 10, MOST])
 @pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=0.7),
                                      dict(temperature=1.2, top_k=6, repetition_penalty=1.1),
                                      dict(top_p=0.8), dict(min_p=0.1)], ids=str)
@@ -170,8 +170,19 @@ def test_the_text_is_that_of_plain_decoding(kind, n, options, monkeypatch):
                                   context_keep=keep)
         assert list(map(int, drafted)) == list(map(int, plain)), (length, keep)
     assert any(right == 0 for _, right in judged)
-    assert any(right == guessed for guessed, right in judged)
-    assert n == 1 or any(0 < right < guessed for guessed, right in judged)
+    assert any(right for _, right in judged) or options != dict(temperature=0)
+
+
+@needs_code
+def test_the_text_is_the_same_where_a_draft_was_right_in_part(monkeypatch):
+    model, judged = QUICK["bfloat16"], watch(monkeypatch)
+    for seed in range(20):
+        idx = prompt(9, seed)
+        plain = model.generate(idx, 3 * SIZE, sampler(idx, seed, temperature=0.3))
+        drafted = lookup.generate(model, idx, 3 * SIZE, sampler(idx, seed, temperature=0.3),
+                                  lookup=7)
+        assert list(map(int, drafted)) == list(map(int, plain))
+    assert {(3, 0), (3, 1), (3, 2), (3, 3)} <= set(judged)
 
 
 @pytest.mark.parametrize("model", [PLAIN, quick("float32", compiled=False)])

@@ -15,7 +15,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_void_p
 from functools import cache
 from pathlib import Path
 
-NAMES = ("native.cpp", "attention.h", "products.h", "team.h")
+NAMES = ("native.cpp", "attention.h", "products.h", "vectors.h", "team.h")
 SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 FOLDER = Path(__file__).with_name("__pycache__")
 KINDS = ("float32", "bfloat16", "int8", "int4")  # of weights, in the order of its enum

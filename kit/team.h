@@ -1,9 +1,9 @@
 // Threads that share a thing's work, piece by piece, a hundred times a millisecond.
 //
 // A call is a row of phases, and a phase ends when its pieces are done, whoever did them: nobody
-// waits for a thread that the system has put aside, unless it holds a piece. So a busy machine costs
-// the time that others take, not a time slice a phase. Waiting is spinning, as a sleep and a wake
-// would take longer than a phase; between calls the threads spin for a moment, then sleep.
+// waits for a thread that the system has put aside, unless it holds a piece. So a busy machine
+// costs the time that others take, not a time slice a phase. Waiting is spinning, as a sleep and a
+// wake would take longer than a phase; between calls the threads spin for a moment, then sleep.
 
 #pragma once
 #include <algorithm>
@@ -73,7 +73,7 @@ class Team {
         first = next >> 32;
         open = true;
         {
-            std::lock_guard<std::mutex> lock(sleeping);  // or one could miss it on its way to sleep
+            std::lock_guard<std::mutex> lock(sleeping);  // one might be on its way to sleep
             calls++;
         }
         if (asleep) wake.notify_all();

@@ -157,7 +157,7 @@ def another(hint: typing.Any, value: typing.Any) -> typing.Any:
 EVERY = [(cls, f) for cls in (TrainSettings, SampleSettings) for f in dataclasses.fields(cls)
          if f.name != "debug"]  # a flag only, see below
 NEEDS = {"logn_base": ("attn_logn", "fixed")}  # a setting that is refused without another one
-SPECIAL = {"skip_spikes": 7.5, "logprobs": 7}  # of settings that are not free
+SPECIAL = {"skip_spikes": 7.5, "logprobs": 7, "lookup": 7}  # of settings that are not free
 
 
 @pytest.mark.parametrize("cls, field", EVERY, ids=lambda x: getattr(x, "name", None))

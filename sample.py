@@ -91,8 +91,7 @@ class SampleSettings:
     def interactive(self) -> bool:
         """Nothing to continue was given, and somebody sits there."""
         alone = not self.prompt and (self.ask, self.prompts_file, self.logprobs) == (None,) * 3
-        return alone and self.num_samples == 1 and is_terminal(sys.stdin) and \
-            is_terminal(sys.stdout)
+        return alone and self.num_samples == 1 and all(map(is_terminal, (sys.stdin, sys.stdout)))
 
 
 def note(text: str) -> None:
@@ -147,9 +146,10 @@ def prepare_model(s: SampleSettings) -> tuple[GPT, Tokenizer]:
 def place(s: SampleSettings, model: GPT, device: torch.device, folder: Path,
           tokenizer: Tokenizer) -> str:
     """Move the model to the device, in the precision that is meant -> what that is."""
-    if s.quantize != "none" and device.type != "cpu":
-        raise UserError(f"quantize={s.quantize}: only with --device=cpu, not {device.type}")
     if device.type != "cpu" or s.dtype == "float16":
+        if s.quantize != "none" or s.compile is True:
+            raise UserError(f"quantize={s.quantize}, compile={s.compile}: for --device=cpu, "
+                            f"not {device.type}, and without --dtype=float16")
         auto = torch.bfloat16 if device.type == "cuda" else torch.float32
         model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
         return name_of(model.wte.weight.dtype)

@@ -472,3 +472,48 @@ def test_the_pipes_of_the_readme(run):
         done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True,
                               text=True)
         assert done.returncode == 0 and done.stdout, f"{line}\n{done.stderr}"
+
+
+# ------------------------------------------------------------------------------- fewer bits, faster
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantize_tells_the_loss_where_the_data_is_at_hand(run, text_file, bits, capfd):
+    from data.build import prepare
+    from kit.files import write_json
+
+    name = prepare([str(text_file)], "words", "byte", again=False, say=print).name
+    write_json(run / "config.json", {"settings": {"dataset": name}})
+    err = write(capfd, f"--quantize={bits}", "--prompt=a")[1]
+    assert f"weights in {bits}" in err
+    after, before = map(float, re.search(rf"{bits}: loss ([\d.]+) on .* float32 ([\d.]+): [+-]", err)
+                        .groups())
+    assert abs(after / before - 1) < (0.01 if bits == "int8" else 0.2)
+
+
+def test_quantize_without_the_data_just_writes(run, capfd):
+    out, err = write(capfd, "--quantize=int4", "--prompt=ab")
+    assert out.startswith("ab") and "weights in int4" in err and "loss" not in err.split("step")[0]
+
+
+def test_with_and_without_native_code_the_text_is_the_same(run, capfd):
+    texts = {write(capfd, f"--compile={c}", "--prompt=ab", "--seed=3")[0] for c in (True, False)}
+    assert len(texts) == 1
+    assert "PyTorch's kernels" in write(capfd, "--compile=False")[1]
+
+
+def test_the_first_text_of_a_small_model_does_not_wait_for_a_compiler(run, capfd, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sample.native, "compiled", lambda: None)
+    monkeypatch.setattr(sample.native, "build_aside", lambda: asked.append(1))
+    monkeypatch.setattr(sample.native, "library", lambda: pytest.fail("compiles"))
+    assert "PyTorch's kernels on cpu" in write(capfd)[1] and asked == [1]
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--quantize=int8", "--dtype=bfloat16"], "give one of them"),
+    (["--compile=True", "--dtype=float16"], "compile=True"),
+    (["--quantize=int3"], "int3")])
+def test_fewer_bits_that_cannot_be(run, capfd, flags, words):
+    with pytest.raises(UserError, match=words):
+        write(capfd, *flags)

@@ -64,7 +64,9 @@ static void attend(const X* q, const W* k, const W* v, int n, int D, float scale
         for (int i = 0; i < 16 && j + i < n; i++) {
             const W* key = k + (j + i) * D;
             ask_for(key, D * sizeof(W));
-            for (int d = 0; d < whole; d += GROUP) a[i] = add(a[i], key + d, q + d);
+            Sums s = {};
+            for (int d = 0; d < whole; d += GROUP) s = add(s, key + d, q + d);
+            a[i] = s;
         }
         const Vec s = sums(a) * scale;
         memcpy(p + j, &s, sizeof s);

@@ -97,6 +97,20 @@ template <int OFFSET> static inline Ints dot(Ints a, Bytes w, const int8_t* x) {
 #endif
 }
 
+static inline Bytes half_of(Bytes w, bool upper) {  // the upper or lower 4 bits of each byte
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    __m256i half[2];
+    memcpy(half, &w, 64);
+    for (__m256i& h : half) {
+        if (upper) h = _mm256_srli_epi16(h, 4);
+        h = _mm256_and_si256(h, _mm256_set1_epi8(15));
+    }
+    return read<Bytes>(half);
+#else
+    return (upper ? (Bytes)((Bits)w >> 4) : w) & 15;
+#endif
+}
+
 template <int BITS, int N>  // a tile of packed integers, N tokens from `row` on
 static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[TILE]) {
     const int G = (l.in + GROUP - 1) / GROUP, OFFSET = BITS == 8 ? 128 : 8;
@@ -113,7 +127,7 @@ static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[
 #pragma GCC unroll 8
         for (int k = 0; k < GROUP; k += 4) {
             Bytes b = read<Bytes>(w + (BITS == 8 ? k * TILE : k / 8 * 64));
-            if (BITS == 4) b = (k % 8 ? (Bytes)((Bits)b >> 4) : b) & 15;
+            if (BITS == 4) b = half_of(b, k % 8);
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++) a[n] = dot<OFFSET>(a[n], b, q + n * GROUP + k);
         }
@@ -127,11 +141,26 @@ static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[
 
 // ------------------------------------------------------------------------------ fp32 and bf16
 
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+struct Sums {  // two registers: compilers keep a Vec in memory here
+    __m256 low = {}, high = {};
+    operator Vec() const { return read<Vec>(this); }
+};
+template <class W> static inline Sums add(Sums a, const W* w, const float* x) {
+    a.low = _mm256_fmadd_ps(load8(w), load8(x), a.low);
+    a.high = _mm256_fmadd_ps(load8(w + 8), load8(x + 8), a.high);
+    a.low = _mm256_fmadd_ps(load8(w + 16), load8(x + 16), a.low);
+    a.high = _mm256_fmadd_ps(load8(w + 24), load8(x + 24), a.high);
+    return a;
+}
+#else
+typedef Vec Sums;
 // a + the products of 32 weights with 32 activations, in 16 sums
 template <class W> static inline Vec add(Vec a, const W* w, const float* x) {
     a += load(w) * load(x);
     return a + load(w + 16) * load(x + 16);
 }
+#endif
 #if defined(__AVX512BF16__)
 typedef uint16_t ForBF16;
 static inline Vec add(Vec a, const uint16_t* w, const uint16_t* x) {
@@ -145,7 +174,7 @@ typedef float ForBF16;
 template <int R, int N, class X, class W>  // R rows of weights, N tokens
 static void rows(const W* w, const Input& x, size_t row, size_t in, float (*y)[TILE], int at) {
     const size_t ahead = R == 1 ? AHEAD : 2 * R * in * sizeof(W);
-    Vec acc[R * N] = {};
+    Sums acc[R * N] = {};
     size_t g = 0;
     for (; (g + 1) * GROUP <= in; g++) {
         const X* from = x.at(g, row, X());
@@ -157,8 +186,10 @@ static void rows(const W* w, const Input& x, size_t row, size_t in, float (*y)[T
     }
     float s[16];
     if (R * N == 16) {
-        const Vec all = sums(acc);
-        memcpy(s, &all, 64);
+        Vec all[16];
+        for (int i = 0; i < 16; i++) all[i % (R * N)] = acc[i % (R * N)];
+        const Vec each = sums(all);
+        memcpy(s, &each, 64);
     } else {
         for (int i = 0; i < R * N; i++) s[i] = sum(acc[i]);
     }

@@ -22,10 +22,25 @@ template <class V> static inline V read(const void* p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
+#if defined(__AVX2__)
+static inline __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
+static inline __m256 load8(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(read<__m128i>(p)), 16));
+}
+static inline __m256 load8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+template <class W> static inline Vec load_halves(const W* p) {
+    const __m256 both[2] = {load8(p), load8(p + 8)};
+    return read<Vec>(both);
+}
+#endif
 static inline Vec load(const float* p) { return read<Vec>(p); }
 static inline Vec load(const uint16_t* p) {  // bf16 is the upper half of fp32
-#if defined(__AVX512F__)  // what compilers make of the line below is slower
+#if defined(__AVX512F__)  // what compilers make of the last line is slower
     return (Vec)((Bits)_mm512_cvtepu16_epi32(read<__m256i>(p)) << 16);
+#elif defined(__AVX2__)
+    return load_halves(p);
 #else
     return (Vec)(__builtin_convertvector(read<Halves>(p), Bits) << 16);
 #endif
@@ -33,6 +48,8 @@ static inline Vec load(const uint16_t* p) {  // bf16 is the upper half of fp32
 static inline Vec load(const int8_t* p) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p)));
+#elif defined(__AVX2__)
+    return load_halves(p);
 #else
     return __builtin_convertvector(__builtin_convertvector(read<Shorts>(p), Ints), Vec);
 #endif
@@ -49,6 +66,7 @@ static inline uint16_t to(float x, uint16_t) {  // the nearest bf16; ties to eve
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+#if defined(__AVX512F__)
 #if defined(__clang__)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -82,3 +100,26 @@ static inline float sum(Vec v) {
     v = fold<1>(v, v), v = fold<2>(v, v), v = fold<4>(v, v);
     return fold<8>(v, v)[0];
 }
+#else
+static inline float sum(Vec v) {
+#if defined(__AVX2__)
+    __m256 half[2];
+    memcpy(half, &v, 64);
+    half[0] = _mm256_add_ps(half[0], half[1]);
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(half[0]), _mm256_extractf128_ps(half[0], 1));
+    s = _mm_hadd_ps(s, s);
+    return _mm_cvtss_f32(_mm_hadd_ps(s, s));
+#else
+    float s[16];
+    memcpy(s, &v, 64);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) s[i] += s[i + n];
+    return s[0];
+#endif
+}
+static inline Vec sums(const Vec* v) {
+    float s[16];
+    for (int i = 0; i < 16; i++) s[i] = sum(v[i]);
+    return read<Vec>(s);
+}
+#endif

@@ -486,8 +486,8 @@ def test_quantize_tells_the_loss_where_the_data_is_at_hand(run, text_file, bits,
     write_json(run / "config.json", {"settings": {"dataset": name}})
     err = write(capfd, f"--quantize={bits}", "--prompt=a")[1]
     assert f"weights in {bits}" in err
-    after, before = map(float, re.search(rf"{bits}: loss ([\d.]+) on .* float32 ([\d.]+): [+-]", err)
-                        .groups())
+    told = re.search(rf"{bits}: loss ([\d.]+) on .* float32 ([\d.]+): [+-]", err)
+    after, before = map(float, told.groups())
     assert abs(after / before - 1) < (0.01 if bits == "int8" else 0.2)
 
 

@@ -111,17 +111,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Te
         k, v = k.to(q.dtype), v.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     with torch.autocast("cpu", enabled=False):
-        if causal and k.dtype == torch.bfloat16:  # faster than the fused kernels
+        if causal and q.dtype == k.dtype == torch.bfloat16:  # faster than the fused kernels
             T, D = q.shape[-2:]
             future = k.new_full((T, T), -torch.inf).triu(1)
-            rows, keys, values = (a.flatten(0, 1).bfloat16() for a in (q, k, v))  # (B * H, T, D)
+            rows, keys, values = (a.flatten(0, 1) for a in (q, k, v))  # (B * H, T, D)
             y, step = [], 256  # rows whose scores stay in the processor's cache
             for i in range(0, T, step):
-                mask, past = future[i : i + step, : i + step], slice(i + step)
-                scores = torch.baddbmm(mask, rows[:, i : i + step], keys[:, past].mT,
+                hide, past = future[i : i + step, : i + step], slice(i + step)
+                scores = torch.baddbmm(hide, rows[:, i : i + step], keys[:, past].mT,
                                        alpha=1 / math.sqrt(D))
                 y.append(dropout(scores.softmax(-1), p, p > 0) @ values[:, past])
-            return torch.cat(y, dim=1).view_as(v).to(q.dtype)
+            return torch.cat(y, dim=1).view_as(v)
         a = (x.float() for x in (q, k, v))  # one query over a 16-bit cache is ten times slower
         return F.scaled_dot_product_attention(*a, mask, p, causal).to(q.dtype)
 
@@ -277,7 +277,8 @@ class Window:
     idx: prompts (B, T), padded on the right where `lengths` (B,) are shorter; of a long one the
     newest block_size. Learned positions cannot slide: a full window is cut to its newest
     context_keep tokens (default: half) and read again; block_size - 1 is the classic slide.
-    use_cache: False computes every step from scratch, to the same result.
+    use_cache: False computes every step from scratch, to the same result. After an exception inside
+    it is of no use.
     """
 
     def __init__(self, model: "GPT", idx: Tensor, lengths: Tensor | None = None,
@@ -321,6 +322,11 @@ class Window:
         self.x = x[:, -1]
         return x
 
+    def forget(self, n: int) -> None:
+        """Keep the first n tokens of all rows; x is not set before the next `append`."""
+        self.n = torch.full_like(self.n, n)
+        self.cache.trim(n)
+
     def select(self, rows: Tensor) -> None:
         """Go on with these rows (indices), in this order; one may come several times."""
         self.tokens, self.n, self.x = self.tokens[rows], self.n[rows], self.x[rows]
@@ -358,12 +364,13 @@ class GPT(nn.Module):
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) -> the final hidden states (B, T, C), before the head."""
-        T = idx.size(1)
-        if cache is not None and T > (some := max(1, self.CHUNK // len(idx))):
-            return torch.cat([self.hidden(part, cache) for part in idx.split(some, 1)], 1)
+        B, T = idx.shape
         held = 0 if cache is None else cache.longest
         if held + T > self.config.block_size:
             raise ValueError(f"{held + T} positions, but block_size={self.config.block_size}")
+        if cache is not None and B * T > self.CHUNK and T > 1:
+            parts = idx.split(max(1, self.CHUNK // B), dim=1)
+            return torch.cat([self.hidden(part, cache) for part in parts], dim=1)
         pos = torch.arange(T, device=idx.device) if cache is None else cache.positions(T)
         mask = None if cache is None else cache.mask(T)
         x = dropout(self.wte(idx) + self.wpe(pos), self.config.dropout, self.training)

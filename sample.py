@@ -58,7 +58,7 @@ class SampleSettings:
     seed: int = 1337  # of the first sample; the next ones take the seeds after it
     stop: tuple[str, ...] = ()  # end before this text, such as "<|endoftext|>"; several: any
     logprobs: int | None = None  # JSON lines with log-probabilities and this many alternatives
-    lookup: int = 0  # draft up to so many tokens from the text so far: one row, same text; 0: off
+    lookup: int = 0  # draft so many tokens from the text so far, for one row at a time; 0: off
     context_keep: int | None = None  # tokens kept when the context is full; None: half of it
     unknown: Literal["error", "skip"] = "error"  # characters that a char tokenizer has not seen
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -156,8 +156,7 @@ def place(s: SampleSettings, model: GPT, device: torch.device, folder: Path,
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     weights = s.dtype if s.dtype != "auto" else "bfloat16" if large else "float32"
     if s.quantize == "none":
-        if late := s.compile == "auto" and not large and not native.compiled():
-            native.build_aside()  # the first text shall not wait three seconds
+        late = s.compile == "auto" and not large and native.build_aside()  # 3 s: for the next text
         return fast(model, weights, bool(s.compile) and not late)
     before = quick_loss(model, folder, tokenizer)
     how = fast(model, s.quantize, s.compile)
@@ -182,8 +181,8 @@ def quick_loss(model: GPT, folder: Path, tokenizer: Tokenizer) -> float | None:
     if data.tokenizer.hash != tokenizer.hash:
         return None
     size = model.config.block_size
-    iters = min(8, 1 + int(1e8 / model.num_params()))  # of 4096 tokens
-    batches = eval_batches(data.val, size, max(1, 4096 // size), iters)
+    iters = min(32, 1 + int(2e8 / model.num_params()))  # of 1024 tokens
+    batches = eval_batches(data.val, size, max(1, 1024 // size), iters)
     return evaluate(model, batches, data.token_byte_lengths(), data.separator, nullcontext)["loss"]
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kit import native
+from kit.device import bf16_gain
 from kit.quantize import GROUP, TILE, integers, pack, round_to
 from model import GPT, GPTConfig, KVCache
 
@@ -26,7 +27,8 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True) -> str:
     """Change a model on the CPU, in place, for quick decoding -> a line that says what was done.
 
     weights: one of native.KINDS. Activations stay in fp32, but for what enters a product of 16
-    bits or of integers; the cache is in fp32, bf16 or 8-bit integers with weights of as many bits.
+    bits or of integers; the cache is in fp32, bf16 or 8-bit integers as the weights are, of 4 bits
+    in 8; without native code in fp32. Prompts are read in bf16 where this CPU multiplies it fast.
     compiled: False does without native code, as where there is no compiler.
     """
     if not isinstance(model.lm_head, nn.Linear) or model.wte.weight.device.type != "cpu":
@@ -34,27 +36,28 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True) -> str:
     code, why = native.library() if compiled else (None, "")
     model.eval().float()
 
-    def matrix(linear: nn.Linear) -> nn.Module:
-        return NativeMatrix(linear, weights, code) if code else LibraryMatrix(linear, weights)
+    def matrix(linear: nn.Linear, few: int = FEW) -> nn.Module:
+        return NativeMatrix(linear, weights, code, few) if code else LibraryMatrix(linear, weights)
 
     for block in model.h:
         block.attn.c_attn, block.attn.c_proj = map(matrix, (block.attn.c_attn, block.attn.c_proj))
         block.mlp.c_fc, block.mlp.c_proj = map(matrix, (block.mlp.c_fc, block.mlp.c_proj))
-    head = matrix(model.lm_head)
+    head = matrix(model.lm_head, 2**62)  # never in bf16, which would round logits
     if weights != "float32":  # only rows are looked up: half the memory
         tied = code and weights == "bfloat16" and model.config.tie_embeddings
         table = head.w if tied else model.wte.weight.detach().bfloat16()
         model.wte = nn.Embedding.from_pretrained(table)
     model.lm_head = head
-    kind = IntCache if code and weights.startswith("int") else KVCache
-    kept = torch.bfloat16 if code and weights == "bfloat16" else torch.float32
-    model.new_cache = lambda batch_size=1, length=None: kind(model.config, batch_size, length,
-                                                             "cpu", kept)
+    kept = DTYPES[min(native.KINDS.index(weights), 2)] if code else torch.float32
+    cache = IntCache if kept == torch.int8 else KVCache
+    model.new_cache = lambda batch_size=1, length=None: cache(model.config, batch_size, length,
+                                                              "cpu", kept)
     model.loss = lambda x, targets: loss(model, x, targets)
     model.requires_grad_(False)
     if code:
         model.hidden = Step(model, code)
         model._apply = model.state_dict = model.load_state_dict = refuse  # it knows addresses
+    weights = "float16" if weights == "bfloat16" and not code else weights
     how = "native code" if code else "PyTorch's kernels" + (f", as {why}" if why else "")
     return f"weights in {weights}, {how}"
 
@@ -67,18 +70,20 @@ def loss(model: GPT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """GPT.loss with the head as it is: (sum of cross entropies, their number)."""
     x, targets, total = x.reshape(-1, x.size(-1)), targets.reshape(-1), torch.zeros(())
     for some, wanted in zip(x.split(256), targets.split(256), strict=True):
-        total += F.cross_entropy(model.lm_head(some), wanted.clamp(min=-1), ignore_index=-1,
-                                 reduction="sum")
+        total += F.cross_entropy(model.lm_head(some), wanted, ignore_index=-1, reduction="sum")
     return total, (targets >= 0).sum()
 
 
 class NativeMatrix(nn.Module):
-    """nn.Linear with its weights in one of native.KINDS: x (..., in) in fp32 -> (..., out)."""
+    """nn.Linear with its weights in one of native.KINDS: x (..., in) -> (..., out).
 
-    def __init__(self, linear: nn.Linear, weights: str, code: Any):
+    Few tokens come out in fp32, many in bf16 where this CPU multiplies it fast.
+    """
+
+    def __init__(self, linear: nn.Linear, weights: str, code: Any, few: int = FEW):
         super().__init__()
         self.n_out, self.n_in = linear.weight.shape
-        self.code, self.scale = code, None
+        self.code, self.few, self.scale = code, few, None
         self.bias = None if linear.bias is None else linear.bias.detach().contiguous()
         if weights.startswith("int"):
             self.w, self.scale = pack(linear.weight, int(weights[3:]))
@@ -88,17 +93,19 @@ class NativeMatrix(nn.Module):
                                     self.n_in, self.n_out, native.KINDS.index(weights))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float().contiguous()
         tokens = x.numel() // self.n_in
-        if self.scale is None and tokens > FEW:
-            if self.w.dtype == torch.float32:
-                return F.linear(x, self.w, self.bias)
-            y = F.linear(x.bfloat16(), self.w).float()
+        many = tokens > self.few
+        short = many and self.w.dtype != torch.float32 and bf16_pays()
+        if many and self.scale is None:
+            if not short:
+                return F.linear(x.float(), self.w.float(), self.bias)
+            y = F.linear(x.bfloat16(), self.w)
             return y if self.bias is None else y.add_(self.bias)
+        x = x.float().contiguous()
         y = torch.empty(*x.shape[:-1], self.n_out)
         if self.code.linear(team(self.code), self.struct, tokens, x.data_ptr(), y.data_ptr()):
             raise MemoryError
-        return y
+        return y.bfloat16() if short else y
 
 
 class LibraryMatrix(nn.Module):
@@ -147,9 +154,9 @@ class IntCache(KVCache):
     """Keys and values as 8-bit integers, each vector (D) followed by the 4 bytes of its scale."""
 
     def __init__(self, config: GPTConfig, batch_size: int = 1, length: int | None = None,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+                 device: torch.device | str | None = None, dtype: torch.dtype = torch.int8):
         wider = replace(config, n_embd=config.n_embd + 4 * config.n_head)
-        super().__init__(wider, batch_size, length, device, torch.int8)
+        super().__init__(wider, batch_size, length, device, dtype)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(map(grow, super().append(layer, shrink(k), shrink(v))))
@@ -157,13 +164,19 @@ class IntCache(KVCache):
 
 def shrink(x: Tensor) -> Tensor:
     """(..., D) -> int8 (..., D + 4)"""
+    x = x.float()
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.cat([round_to(x, scale, -127, 127).to(torch.int8), scale.view(torch.int8)], -1)
 
 
 def grow(held: Tensor) -> Tensor:
-    """What `shrink` made -> bf16 (..., D)"""
-    return (held[..., :-4] * held[..., -4:].contiguous().view(torch.float32)).bfloat16()
+    """What `shrink` made -> (..., D) in what attention over a prompt is quickest with."""
+    x = held[..., :-4] * held[..., -4:].contiguous().view(torch.float32)
+    return x.bfloat16() if bf16_pays() else x
+
+
+def bf16_pays() -> bool:
+    return bf16_gain() > 1.5  # 5 where the CPU has instructions for it, else about a quarter
 
 
 def team(code: Any) -> int:
@@ -189,7 +202,7 @@ class Step:
 
     def __call__(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T = idx.shape
-        if cache is None or not 0 < B * T <= FEW:
+        if cache is None or not 0 < B * T or (B * T > FEW and T > 1):
             return self.plain(idx, cache)
         size, end = min(cache.k.size(3), self.model.config.block_size), cache.longest + T
         if end > size or cache.k.size(1) != B or cache.k.size(4) != self.widths[cache.k.dtype]:

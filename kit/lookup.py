@@ -85,8 +85,7 @@ def generate(model: GPT, idx: Tensor, max_new_tokens: int, choose: Callable[[Ten
             if right == len(drafted) or drafted[right] != text.ids[-1]:
                 break
         if right < len(drafted):  # the rest of it was wrong
-            window.n = window.n - (len(drafted) - right)
-            window.cache.trim(int(window.n))
+            window.forget(int(window.n) - (len(drafted) - right))
         text.learn(len(drafted), right)
         # a full window is cut before its next token, not earlier, as it is without drafts
         drafted = text.guess(min(left, size - int(window.n)) - 1)

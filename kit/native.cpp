@@ -146,6 +146,7 @@ Team* make_team(int threads) { return new Team(threads); }
 
 // y (tokens, out) = x (tokens, in) @ w.T + bias; 2 where memory is full
 int linear(Team* team, const Linear& l, int tokens, const float* x, float* y) try {
+    if (!tokens) return 0;
     Input in(tokens, l.in, l.kind);
     team->run([&](int number, uint32_t phase) {
         Member me{*team, number, phase};

@@ -124,8 +124,9 @@ def build() -> Path:
         return path
     FOLDER.mkdir(exist_ok=True)
     for stale in (*FOLDER.glob("native-*"), *FOLDER.glob(".tmp-native-*")):
-        if time.time() - stale.stat().st_mtime > 86400:
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process may do the same
+            if time.time() - stale.stat().st_mtime > 86400:
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".tmp-native-") as aside:
         made = Path(aside) / "native.so"
         compile_to(made, compiler())
@@ -148,12 +149,23 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     return None, f"{' '.join(compiler())} cannot make kit/native.cpp run here: {why}"
 
 
-def build_aside() -> None:
-    """Let another process compile, for the next time."""
-    with contextlib.suppress(OSError):
+def build_aside() -> bool:
+    """Whether the code is not there yet; then another process compiles it, for the next time.
+
+    False also where that was tried in vain: `library` says why.
+    """
+    failed = FOLDER / f"native-{key()}.failed"  # goes after a day, as all that is stale
+    if not compiler() or compiled() or failed.exists():
+        return False
+    try:
+        FOLDER.mkdir(exist_ok=True)
+        failed.touch()
         subprocess.Popen([sys.executable, "-m", "kit.native"], cwd=SOURCES[0].parent.parent,
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                          stderr=subprocess.DEVNULL, start_new_session=True)
+    except OSError:
+        return False
+    return True
 
 
 @cache

@@ -83,9 +83,7 @@ class Sampler:
         self.top_p = max(top_p, 1e-300)  # the likeliest stays even for 0
         self.min_p = min(min_p, 1.0)
         self.penalty = repetition_penalty
-        if repetition_penalty != 1:  # (B, N): a shorter prompt repeats an id of its own
-            N = max(map(len, prompts))
-            self.read = torch.tensor([[*ids, *[ids[0]] * (N - len(ids))] for ids in prompts])
+        self.prompts, self.read = prompts, None  # (B, V): whether a row has read an id
         self.logprobs, self.chosen = logprobs, []
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -113,18 +111,20 @@ class Sampler:
         n = len(logits) if self.top_k else 1  # rows at once: all V of many overflow a CPU's cache
         parts = zip(scores.split(n), u.split(n), strict=True)
         ids = torch.cat([self.draw(*part) for part in parts])
-        if self.penalty != 1:
-            self.read = torch.cat([self.read, ids[:, None].to(self.read.device)], dim=1)
+        if self.read is not None:
+            self.read.scatter_(1, ids[:, None].to(self.read.device), True)
         if self.logprobs is not None:
             self.chosen = choices(logits, ids, self.logprobs)
         return ids.to(device)
 
     def penalised(self, logits: Tensor) -> Tensor:
         """What a row has read or written is less likely; a finite logit stays finite."""
-        self.read = self.read.to(logits.device)
-        old = logits.gather(1, self.read)
-        new = torch.where(old > 0, old / self.penalty, old * self.penalty).clamp(-MAX, MAX)
-        return logits.scatter(1, self.read, torch.where(old > -torch.inf, new, old))
+        if self.read is None:
+            self.read = torch.zeros_like(logits, dtype=torch.bool)
+            for row, ids in zip(self.read, self.prompts, strict=True):
+                row[torch.tensor(ids, device=logits.device)] = True
+        new = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
+        return torch.where(self.read & (logits > -torch.inf), new.clamp(-MAX, MAX), logits)
 
     def draw(self, logits: Tensor, u: Tensor) -> Tensor:
         """Logits (B, V), uniform numbers (B, 1) in [0, 1) -> ids (B,)."""
@@ -174,8 +174,10 @@ class Sampler:
     def select(self, rows: Tensor) -> None:
         """Go on with these rows (indices) alone, in this order, each at most once."""
         self.generators = [self.generators[row] for row in rows.tolist()]
-        if self.penalty != 1:
+        if self.read is not None:
             self.read = self.read[rows.to(self.read.device)]
+        elif self.penalty != 1:
+            self.prompts = [self.prompts[row] for row in rows.tolist()]
 
 
 def start_ids(tokenizer) -> list[int]:

@@ -52,7 +52,7 @@ class Session:
         self.out, self.say, self.question = out, say, question
         if question is not None:
             question("")  # raises where the tokenizer has no separator
-        self.busy = self.interrupted = False  # writing; asked to end that between two tokens
+        self.interrupted = False  # asked to end the text, between two tokens
         self.last = "\n"  # the last character that was shown
         self.reset()
 
@@ -129,21 +129,17 @@ class Session:
         sampler = make_sampler(self.s, [self.s.seed], [self.seen[-size:]])
         self.s = replace(self.s, seed=(self.s.seed + 1) % 2**63)
         text, self.answered = Unsettled(self.s.stop), False
-        self.busy, self.interrupted = True, False
-        try:
-            for _ in range(self.s.max_new_tokens):
-                if self.interrupted or text.stream.stopped:
-                    break
-                self.read()
-                id = int(sampler(self.model.lm_head(self.window.x).float()))
-                if self.question is not None and id == self.tokenizer.eot:
-                    self.answered = True
-                    break
-                self.seen.append(id)
-                self.pending = [id]
-                self.show(text.feed(self.tokenizer.token_bytes(id)))
-        finally:
-            self.busy = False
+        for _ in range(self.s.max_new_tokens):
+            if self.interrupted or text.stream.stopped:
+                break
+            self.read()
+            id = int(sampler(self.model.lm_head(self.window.x).float()))
+            if self.question is not None and id == self.tokenizer.eot:
+                self.answered = True
+                break
+            self.seen.append(id)
+            self.pending = [id]
+            self.show(text.feed(self.tokenizer.token_bytes(id)))
         self.show(text.end())
         self.take_back(*text.left())
         self.seen = self.seen[-size:]
@@ -169,8 +165,7 @@ class Session:
         if n > unread:
             left = int(self.window.n) - (n - unread) - 1  # and the token before them is read again
             if left >= 0:
-                self.window.cache.trim(left)
-                self.window.n = torch.full_like(self.window.n, left)
+                self.window.forget(left)
                 self.pending = [self.seen[-1]]
             else:  # the window was cut in between and has no older ones
                 self.window, self.pending = None, list(self.seen)
@@ -222,8 +217,10 @@ def talk(session: Session, read: Callable[[str], str] = input) -> None:
     except ImportError:  # Windows
         pass
 
+    reading = False
+
     def interrupt(*_: Any) -> None:
-        if not session.busy or session.interrupted:
+        if reading or session.interrupted:
             raise KeyboardInterrupt
         session.interrupted = True
 
@@ -232,6 +229,7 @@ def talk(session: Session, read: Callable[[str], str] = input) -> None:
     try:
         while True:
             try:
+                reading, session.interrupted = True, False
                 line = read("... " if session.lines else "> ")
             except KeyboardInterrupt:
                 session.lines = []
@@ -240,6 +238,8 @@ def talk(session: Session, read: Callable[[str], str] = input) -> None:
             except UnicodeDecodeError:
                 session.say("that line is not UTF-8 text")
                 continue
+            finally:
+                reading = False
             if not session.line(line):
                 return
             if session.last != "\n":

@@ -1,9 +1,10 @@
 // Threads that share a thing's work, piece by piece, a hundred times a millisecond.
 //
 // A call is a row of phases, and a phase ends when its pieces are done, whoever did them: nobody
-// waits for a thread that the system has put aside, unless it holds a piece. So a busy machine
-// costs the time that others take, not a time slice a phase. Waiting is spinning, as a sleep and a
-// wake would take longer than a phase; between calls the threads spin for a moment, then sleep.
+// waits for a thread that the system has put aside, unless it holds a piece or the call ends. So a
+// busy machine costs the time that others take, not a time slice a phase. Waiting is spinning, as
+// a sleep and a wake would take longer than a phase; between calls the threads spin for a moment,
+// then sleep.
 
 #pragma once
 #include <algorithm>
@@ -18,7 +19,7 @@
 #endif
 
 template <class Done> static inline void spin_until(Done done) {
-    for (int i = 1; !done(); i++) {
+    for (unsigned i = 1; !done(); i++) {
         if (i % 256 == 0) std::this_thread::yield();
 #if defined(__x86_64__)
         else _mm_pause();
@@ -90,7 +91,8 @@ struct Member {
 
     // f(i) for all i of 0..n-1 by whoever takes them; then the next phase
     template <class F> void each(int64_t n, F f) {
-        const int64_t pieces = std::min<int64_t>(n, team.size == 1 ? 1 : 2 * team.size);
+        const int64_t most = team.size == 1 ? 1 : 2 * team.size;
+        const int64_t pieces = std::max<int64_t>(1, std::min(n, most));
         for (uint64_t now = team.next; now >> 32 == phase; now = team.next) {
             const int64_t piece = uint32_t(now);
             if (piece == pieces) {  // all are taken

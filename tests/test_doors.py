@@ -19,7 +19,7 @@ DOORS = {  # room -> what of ours it may import
     "extras": {"kit", "data", "model"},
     "bench": {"kit", "data", "model"},
 }
-BUDGET = {"model.py": 425, "train.py": 400, "sample.py": 200}  # others: 250
+BUDGET = {"model.py": 430, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
     ("model", "train", "sample"): 920,
     ("data",): 2065,
@@ -31,7 +31,7 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "distributed": {"rendezvous", "sharding"},
     "checkpoint": {"files", "settings"}, "loading": {"checkpoint", "files", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
-    "fast": {"native", "quantize"}, "lookup": {"fast"},
+    "fast": {"device", "native", "quantize"}, "lookup": {"fast"},
     "writing": {"lookup", "prompts", "sampling"},
     "session": {"sampling", "writing"},
     "runs": {"checkpoint", "device", "distributed", "files", "finding", "loading", "settings"},

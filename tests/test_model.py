@@ -147,7 +147,8 @@ def test_a_token_changes_nothing_before_it(logn, path, at):
     assert not torch.equal(a[:, at:], b[:, at:])
 
 
-@pytest.mark.parametrize("T, S, masked", [(16, 16, False), (5, 16, True), (1, 16, False)])
+@pytest.mark.parametrize("T, S, masked", [(16, 16, False), (5, 16, True), (1, 16, False),
+                                          (256, 256, False), (600, 600, False)])
 def test_attention_by_products_is_that_of_the_fused_kernel(T, S, masked):
     """The bf16 path of a CPU against fp32: same values within bf16, same gradients."""
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def by_hand(row: list[float], temperature: float = 1.0, top_k: int | None = None
     weights = {id: math.exp((row[id] - row[order[0]]) / temperature) for id in order}
     total, before, kept = sum(weights.values()), 0.0, {}
     for id in order:
-        if (before < top_p * total or not kept) and weights[id] >= min_p:
+        if (top_p == 1 or before < top_p * total or not kept) and weights[id] >= min_p:
             kept[id] = weights[id]
         before += weights[id]
     return [kept.get(id, 0.0) / sum(kept.values()) for id in range(len(row))]

@@ -67,6 +67,7 @@ class Talk:
         """What these lines bring onto the screen."""
         self.pieces.clear()
         for line in lines:
+            self.session.interrupted = False  # as `talk` does
             assert self.session.line(line)
         return "".join(self.pieces)
 
@@ -378,7 +379,7 @@ def test_an_interrupt_ends_a_text_between_two_tokens():
     s = talk.session
     s.out = lambda piece: (talk.pieces.append(piece),
                            setattr(s, "interrupted", len("".join(talk.pieces)) == 7))
-    assert talk.type("c") == "abcabca" and not s.busy
+    assert talk.type("c") == "abcabca"
     assert talk.context() == [*b"cabcabca"]
     assert talk.type("") == "bcabcab"  # and goes on where it was
 
@@ -411,12 +412,28 @@ def test_ctrl_c_stops_the_text_and_not_the_program():
 
 
 def test_a_second_ctrl_c_while_busy_leaves():
-    screen = Talk(follower([97, 98]), max_new_tokens=10**9)
+    before, screen = signal.getsignal(signal.SIGINT), Talk(follower([97, 98]), max_new_tokens=10**9)
     screen.session.out = lambda piece: (signal.raise_signal(signal.SIGINT),
                                         signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         talk(screen.session, script(screen, "a"))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("moment", ["take_back", "read", "show"])
+def test_ctrl_c_at_any_moment_between_two_prompts_only_ends_the_text(moment, monkeypatch):
+    """Also while a line is being read in, and when the text has just ended by itself."""
+    screen = Talk(follower([97, 98]), max_new_tokens=3)
+    real, hits = getattr(type(screen.session), moment), []
+
+    def hit(*args):
+        if not hits:
+            hits.append(signal.raise_signal(signal.SIGINT))
+        return real(*args)
+
+    monkeypatch.setattr(type(screen.session), moment, hit)
+    talk(screen.session, script(screen, "a", "b"))
+    assert hits and screen.signs.count("> ") == 3  # the second line was asked for, and the end
 
 
 def test_a_line_that_is_no_text_and_one_that_ends_the_session():

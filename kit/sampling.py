@@ -78,8 +78,7 @@ class Sampler:
             raise ValueError("repetition_penalty: needs the ids that each row has read, "
                              f"{len(seeds)} prompts, none empty; {len(prompts)} given")
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        greedy = temperature == 0
-        self.temperature, self.top_k = (1.0, 1) if greedy else (temperature, top_k)
+        self.temperature, self.top_k = temperature, top_k
         self.top_p = max(top_p, 1e-300)  # the likeliest stays even for 0
         self.min_p = min(min_p, 1.0)
         self.penalty = repetition_penalty
@@ -106,11 +105,15 @@ class Sampler:
             logits = logits.cpu()
         if not logits.amax(-1).isfinite().all():  # the largest of a row with a NaN is NaN
             raise FloatingPointError("the model's logits are not finite: its weights are damaged")
-        u = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in self.generators])
         scores = logits if self.penalty == 1 else self.penalised(logits)
-        n = len(logits) if self.top_k else 1  # rows at once: all V of many overflow a CPU's cache
-        parts = zip(scores.split(n), u.split(n), strict=True)
-        ids = torch.cat([self.draw(*part) for part in parts])
+        if self.temperature == 0:
+            ids = scores.argmax(-1)  # the first of equal ones
+        else:
+            u = torch.stack([torch.rand(1, generator=g, dtype=torch.float64)
+                             for g in self.generators])
+            n = len(logits) if self.top_k else 1  # all V of many rows overflow a CPU's cache
+            parts = zip(scores.split(n), u.split(n), strict=True)
+            ids = torch.cat([self.draw(*part) for part in parts])
         if self.read is not None:
             self.read.scatter_(1, ids[:, None].to(self.read.device), True)
         if self.logprobs is not None:

@@ -263,11 +263,11 @@ class KVCache:
             self.trim(self.pos[rows])
 
     def put(self, rows: Tensor, other: "KVCache") -> None:
-        """Replace these rows by those of another cache, which must agree on one position."""
+        """Replace these rows by those of another cache."""
         n = other.longest
         self.k[:, rows, :, :n], self.v[:, rows, :, :n] = other.k[..., :n, :], other.v[..., :n, :]
         pos = torch.zeros(self.k.size(1), dtype=torch.int64, device=self.k.device) + self.pos
-        pos[rows] = n
+        pos[rows], self.longest = other.pos, max(n, self.longest)
         self.trim(pos)
 
 
@@ -298,9 +298,26 @@ class Window:
 
     def read_all(self) -> Tensor:
         self.cache = self.model.new_cache(len(self.n))
-        x = self.model.hidden(self.tokens[:, : self.n.max()], self.cache)
-        self.cache.trim(self.n)
-        return x[torch.arange(len(x), device=x.device), self.n - 1]
+        return self.read(torch.arange(len(self.n), device=self.n.device))
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Read these rows from their first token on -> the state of the last of each (rows, C).
+
+        On a CPU one by one: prompts are not faster together, and so each gets what it gets alone.
+        """
+        x = []
+        for some in rows.split(1 if rows.device.type == "cpu" else len(rows)):
+            n, whole = self.n[some], len(some) == len(self.n)
+            cache = self.model.new_cache(len(some), None if whole else max(1, int(n.max())))
+            if n.max() > 0:
+                states = self.model.hidden(self.tokens[some, : n.max()], cache)
+                cache.trim(n)
+                x.append(states[torch.arange(len(some), device=n.device), n - 1])
+            if whole:
+                self.cache = cache
+            else:
+                self.cache.put(some, cache)
+        return torch.cat(x) if x else self.x
 
     def append(self, ids: Tensor) -> Tensor:
         """Each row goes on with ids (B, T) -> their hidden states (B, T or 1, C)."""
@@ -312,10 +329,8 @@ class Window:
             kept = (self.n[full] - keep)[:, None] + torch.arange(keep, device=ids.device)
             self.tokens[full, :keep] = self.tokens[full].gather(1, kept)
             self.n[full] = keep
-            again = self.model.new_cache(len(full), max(1, keep))
-            if keep and self.use_cache:
-                self.model.hidden(self.tokens[full, :keep], again)
-            self.cache.put(full, again)
+            if self.use_cache:
+                self.read(full)
         self.tokens.scatter_(1, self.n[:, None] + torch.arange(T, device=ids.device), ids)
         self.n = self.n + T
         x = self.model.hidden(ids, self.cache) if self.use_cache else self.read_all()[:, None]

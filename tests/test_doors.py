@@ -19,7 +19,7 @@ DOORS = {  # room -> what of ours it may import
     "extras": {"kit", "data", "model"},
     "bench": {"kit", "data", "model"},
 }
-BUDGET = {"model.py": 430, "train.py": 400, "sample.py": 200}  # others: 250
+BUDGET = {"model.py": 445, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
     ("model", "train", "sample"): 920,
     ("data",): 2065,

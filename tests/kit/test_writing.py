@@ -171,20 +171,20 @@ def test_a_row_that_has_ended_costs_nothing_more(monkeypatch):
     fed = sizes(monkeypatch)
     prompts = [Prompt("abcd", max_new_tokens=n) for n in (2, 5, 1, 2)]
     assert [x["tokens"] for x in lines(prompts, SampleSettings())] == [2, 5, 1, 2]
-    assert fed == [(4, 4), (3, 1), (1, 1), (1, 1), (1, 1)]
+    assert fed == [(1, 4)] * 4 + [(3, 1), (1, 1), (1, 1), (1, 1)]  # a CPU reads one by one
 
 
-@pytest.mark.parametrize("n, size, shapes", [
-    (1, 2, [(2, 3), (2, 3), (1, 3)]),  # three batches of different prompts
-    (2, 4, [(2, 3), (2, 3), (1, 3)]),  # samples of a prompt share one reading of it
-    (3, 2, [(1, 3)] * 10),  # two samples, then the third, of each prompt
+@pytest.mark.parametrize("n, size, readings, steps", [
+    (1, 2, 5, [2, 2, 1]),  # three batches of different prompts
+    (2, 4, 5, [4, 4, 2]),  # samples of a prompt share one reading of it
+    (3, 2, 10, [2, 1] * 5),  # two samples, then the third, of each prompt
 ])
-def test_no_more_than_a_batch_at_once(monkeypatch, n, size, shapes):
+def test_no_more_than_a_batch_at_once(monkeypatch, n, size, readings, steps):
     fed = sizes(monkeypatch)
     s = SampleSettings(num_samples=n, batch_size=size, max_new_tokens=2)
     assert len(lines([Prompt(t) for t in ("abc", "abd", "abe", "abf", "abg")], s)) == 5 * n
-    assert [shape for shape in fed if shape[1] == 3] == shapes
-    assert max(rows for rows, _ in fed) <= size
+    assert [shape for shape in fed if shape[1] == 3] == [(1, 3)] * readings
+    assert [rows for rows, T in fed if T == 1] == steps
 
 
 def test_a_batch_is_made_when_its_turn_comes():

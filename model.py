@@ -297,7 +297,8 @@ class Window:
         self.x = self.read_all()  # (B, C): hidden state of the newest token, what the head needs
 
     def read_all(self) -> Tensor:
-        self.cache = self.model.new_cache(len(self.n))
+        if len(self.n) > 1:  # else `read` makes it
+            self.cache = self.model.new_cache(len(self.n))
         return self.read(torch.arange(len(self.n), device=self.n.device))
 
     def read(self, rows: Tensor) -> Tensor:

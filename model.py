@@ -32,6 +32,7 @@ class GPTConfig:
     tie_embeddings: bool = True  # the output head is the token embedding
     attn_logn: Literal["off", "fixed", "clipped", "learned"] = "off"  # see CausalSelfAttention
     logn_base: int | None = None  # None: 512 for "fixed", block_size for "clipped"
+    gelu: Literal["tanh", "erf"] = "tanh"  # tanh is GPT-2's; erf, the exact one, is nanoGPT's
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -43,6 +44,8 @@ class GPTConfig:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
         if self.attn_logn not in ("off", "fixed", "clipped", "learned"):
             raise ValueError(f"attn_logn={self.attn_logn}: must be off, fixed, clipped or learned")
+        if self.gelu not in ("tanh", "erf"):
+            raise ValueError(f"gelu={self.gelu}: must be tanh or erf")
         based = self.attn_logn in ("fixed", "clipped") and (self.logn_base or 0) >= 2
         if self.logn_base is not None and not based:
             raise ValueError(f"logn_base={self.logn_base}: must be at least 2, and needs "
@@ -127,16 +130,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Te
 
 
 class MLP(nn.Module):
-    """Two layers with GPT-2's tanh GELU between them, four times as wide inside."""
+    """Two layers with a GELU between them (arXiv 1606.08415), four times as wide inside."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = config.dropout
+        self.dropout, self.approximate = config.dropout, "none" if config.gelu == "erf" else "tanh"
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        x = F.gelu(self.c_fc(x), approximate=self.approximate)  # (B, T, 4C)
         return dropout(self.c_proj(x), self.dropout, self.training)
 
 

@@ -15,20 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from data import DataError
 from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
-from kit import native
-from kit.device import DTYPES, choose_device, name_of
+from kit.device import choose_device
 from kit.errors import UserError, plain, run
-from kit.fast import fast
 from kit.files import read_json
 from kit.finding import find_checkpoint, find_run, same_tokenizer
 from kit.loading import load_model
 from kit.lookup import MOST
 from kit.metrics import Progress
+from kit.placing import place
 from kit.prompts import Prompt, gather, is_terminal
 from kit.sampling import start_ids
 from kit.session import Session, talk
@@ -139,31 +136,9 @@ def prepare_model(s: SampleSettings) -> tuple[GPT, Tokenizer]:
     loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \
         if known.val_loss else ""
     note(f"{folder}: step {known.step}, {loss}{model.num_params():,} parameters, "
-         f"{place(s, model, device, folder, tokenizer)} on {device}")
+         f"{place(model, device, s, note, partial(quick_loss, model, folder, tokenizer))} "
+         f"on {device}")
     return model, tokenizer
-
-
-def place(s: SampleSettings, model: GPT, device: torch.device, folder: Path,
-          tokenizer: Tokenizer) -> str:
-    """Move the model to the device, in the precision that is meant -> what that is."""
-    if device.type != "cpu" or s.dtype == "float16":
-        if s.quantize != "none" or s.compile is True:
-            raise UserError(f"quantize={s.quantize}, compile={s.compile}: for --device=cpu, "
-                            f"not {device.type}, and without --dtype=float16")
-        auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
-        return name_of(model.wte.weight.dtype)
-    large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
-    weights = s.dtype if s.dtype != "auto" else "bfloat16" if large else "float32"
-    if s.quantize == "none":
-        late = s.compile == "auto" and not large and native.build_aside()  # 3 s: for the next text
-        return fast(model, weights, bool(s.compile) and not late)
-    before = quick_loss(model, folder, tokenizer)
-    how = fast(model, s.quantize, s.compile)
-    if before and (after := quick_loss(model, folder, tokenizer)):
-        note(f"{s.quantize}: loss {after:.4f} on a part of the validation split, in float32 "
-             f"{before:.4f}: {100 * (after / before - 1):+.2f} %")
-    return how
 
 
 def quick_loss(model: GPT, folder: Path, tokenizer: Tokenizer) -> float | None:

@@ -44,28 +44,58 @@ def save(run: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
          keep: int) -> Path:
     """Write ckpt/step_N of a run, N = state["step"]; all but the newest `keep` and the best go."""
     folder = run / "ckpt"
-    final = folder / f"step_{state['step']:06d}"
-    aside = folder / f".tmp-{final.name}"
-    remove(aside)
     folder.mkdir(exist_ok=True)
     sync(run)
+    final = folder / f"step_{state['step']:06d}"
+    write(final, config, weights, optimizer, tokenizer, state)
+    settle(run, state, keep)
+    return final
+
+
+def save_weights(folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
+                 tokenizer: dict, about: dict[str, Any]) -> None:
+    """Write a folder of weights from elsewhere: a checkpoint before any update, without a run.
+
+    about: where they come from. UserError if the folder holds anything else than such weights.
+    """
+    if folder.exists() and not (folder.is_dir() and (
+            not any(folder.iterdir()) or has_weights_alone(folder))):
+        raise UserError(f"{folder} holds something else; give another --out_dir")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write(folder, config, weights, None, tokenizer,
+          {"step": 0, "rows": 0, "tokens": 0, "imported": about})
+
+
+def has_weights_alone(folder: Path) -> bool:
+    """Whether a folder is what `save_weights` makes."""
+    try:
+        return "imported" in read_json(folder / "state.json")
+    except (UserError, OSError):
+        return False
+
+
+def write(final: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
+          optimizer: dict[str, torch.Tensor] | None, tokenizer: dict,
+          state: dict[str, Any]) -> None:
+    """Write a checkpoint folder beside its place and put it there whole."""
+    aside = final.with_name(f".tmp-{final.name}")
+    remove(aside)
     aside.mkdir()
     try:
         write_json(aside / "model.json", asdict(config))
         write_text(aside / "tokenizer.json", to_text(tokenizer))
         write_tensors(aside / "model.safetensors", weights)
-        write_tensors(aside / "optimizer.safetensors", optimizer)
-        files = {name: digest(aside / name) for name in FILES}
+        if optimizer is not None:
+            write_tensors(aside / "optimizer.safetensors", optimizer)
+        files = {name: digest(aside / name) for name in FILES if (aside / name).exists()}
         write_json(aside / "state.json", {**state, "files": files})
     except BaseException:  # a full disk: give back what was taken
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    before = hide(final)  # the run goes over the same step again
+    before = hide(final)  # the run goes over the same step again, or it is imported anew
     aside.rename(final)
-    sync(folder)
+    sync(final.parent)
     remove(before)
-    settle(run, state, keep)
-    return final
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -183,6 +183,14 @@ def team(code: Any) -> int:
     return native.team_of(code, torch.get_num_threads(), os.getpid())
 
 
+def rows_of(k: Tensor) -> int:
+    """Rows of the cache that k (L, B, H, S, D) is, or the first B rows of; 0 for another layout."""
+    (layers, B, *_), of_row = k.shape, k[0, 0].numel()
+    rows = B if layers == 1 else k.stride(0) // of_row
+    whole = layers == 1 or (k.stride(0) == rows * of_row and rows >= B)
+    return rows if whole and k[0].is_contiguous() else 0
+
+
 class Step:
     """GPT.hidden: in one native call where few tokens continue a cache, else as in model.py."""
 
@@ -197,8 +205,8 @@ class Step:
         self.widths = {torch.float32: D, torch.bfloat16: D, torch.int8: D + 4}  # of a vector held
         self.struct = native.Model(
             c.n_layer, c.n_embd, c.n_head, c.vocab_size, native.LOGN.index(c.attn_logn),
-            int(wte.dtype == torch.bfloat16), model.h[0].attn.log_base, p(wte),
-            p(model.wpe.weight), p(model.ln_f.weight), p(model.ln_f.bias), self.layers)
+            int(wte.dtype == torch.bfloat16), int(c.gelu == "erf"), model.h[0].attn.log_base,
+            p(wte), p(model.wpe.weight), p(model.ln_f.weight), p(model.ln_f.bias), self.layers)
 
     def __call__(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T = idx.shape
@@ -208,15 +216,17 @@ class Step:
         if end > size or cache.k.size(1) != B or cache.k.size(4) != self.widths[cache.k.dtype]:
             raise ValueError(f"{B} rows of {end} positions do not fit a cache of {cache.k.size(1)} "
                              f"rows and {size} positions")
-        cache.k, cache.v = cache.k.contiguous(), cache.v.contiguous()
+        rows = rows_of(cache.k)
+        if not rows:
+            cache.k, cache.v, rows = cache.k.contiguous(), cache.v.contiguous(), B
         array = ctypes.c_int64 * (B * T)
         pos = [cache.pos] * B if isinstance(cache.pos, int) else cache.pos.tolist()
         pos = array(*(p + t for p in pos for t in range(T)))
-        rows = array(*(row for row in range(B) for _ in range(T)))
-        held = native.Cache(cache.k.data_ptr(), cache.v.data_ptr(), B, cache.k.size(3),
+        row_of = array(*(row for row in range(B) for _ in range(T)))
+        held = native.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, cache.k.size(3),
                             DTYPES.index(cache.k.dtype))
         x, ids = torch.empty(B, T, self.model.config.n_embd), idx.long().contiguous()
-        failed = self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos, rows,
+        failed = self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos, row_of,
                                 held, x.data_ptr())
         if failed == 2:
             raise MemoryError

@@ -10,7 +10,7 @@ struct Layer {
     Linear attn, proj, fc, out;
 };
 struct Model {
-    int n_layer, n_embd, n_head, vocab_size, logn, wte_kind;
+    int n_layer, n_embd, n_head, vocab_size, logn, wte_kind, erf;
     float log_base;
     const void* wte;
     const float *wpe, *ln_f, *ln_fb;
@@ -24,6 +24,7 @@ struct Cache {  // (n_layer, rows, n_head, length, D) each; of INT8 a vector has
 static inline float gelu(float x) {  // the tanh form: x times sigmoid of twice what tanh is given
     return x / (1 + exp_(-1.59576912f * (x + 0.044715f * x * x * x)));
 }
+static inline float gelu_erf(float x) { return 0.5f * x * (1 + std::erf(0.70710678f * x)); }
 
 static void normalize(const float* x, int C, const float* w, const float* b, float* y) {
     float mean = 0, var = 0;
@@ -132,6 +133,10 @@ struct Step {
         });
         product(me, l.fc, in, tokens, [=](size_t i, int first, const float* y, int n) {
             float* to = a + i * 4 * C + first;
+            if (m.erf) {
+                for (int o = 0; o < n; o++) to[o] = gelu_erf(y[o]);
+                return;
+            }
 #pragma omp simd
             for (int o = 0; o < n; o++) to[o] = gelu(y[o]);
         });

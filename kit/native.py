@@ -43,7 +43,7 @@ class Model(Structure):
     """A GPT without its head."""
 
     _fields_ = [(name, c_int) for name in ("n_layer", "n_embd", "n_head", "vocab_size", "logn",
-                                           "wte_kind")] + [("log_base", c_float)] + [
+                                           "wte_kind", "erf")] + [("log_base", c_float)] + [
         (name, c_void_p) for name in ("wte", "wpe", "ln_f", "ln_fb")] + [
         ("layers", POINTER(Layer))]
 

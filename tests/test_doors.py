@@ -17,13 +17,13 @@ DOORS = {  # room -> what of ours it may import
     "train": {"kit", "data", "model"},
     "sample": {"kit", "data", "model"},
     "extras": {"kit", "data", "model"},
-    "bench": {"kit", "data", "model"},
+    "bench": {"kit", "data", "model", "extras"},
 }
-BUDGET = {"model.py": 445, "train.py": 400, "sample.py": 200}  # others: 250
+BUDGET = {"model.py": 450, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
     ("model", "train", "sample"): 920,
     ("data",): 2065,
-    ("kit",): 3000,
+    ("kit",): 3600,
 }
 KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "metrics": {"files", "settings"}, "optimizer": {"sharding"},
@@ -32,11 +32,13 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "checkpoint": {"files", "settings"}, "loading": {"checkpoint", "files", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
     "fast": {"device", "native", "quantize"}, "lookup": {"fast"},
+    "placing": {"device", "fast", "native"},
     "writing": {"lookup", "prompts", "sampling"},
     "session": {"sampling", "writing"},
     "runs": {"checkpoint", "device", "distributed", "files", "finding", "loading", "settings"},
     "report": {"checkpoint", "device", "distributed", "files", "metrics", "runs", "sampling"},
 }
+COMMANDS = {"evaluate", "hf", "hf_tokenizer"}  # parts of kit/ that are run: they may import data
 
 
 def sources(*rooms: str) -> list[Path]:
@@ -60,6 +62,7 @@ def imports(path: Path) -> set[str]:
 def test_doors(room):
     for path in sources(room):
         ours = {name.split(".")[0] for name in imports(path)} & ROOMS - {room}
+        ours -= {"data"} if room == "kit" and path.stem in COMMANDS else set()
         assert ours <= DOORS[room], f"{path.name} imports {ours - DOORS[room]}"
 
 

@@ -12,7 +12,7 @@ import torch
 
 import sample
 from data.tokenizer import from_json
-from kit import checkpoint, loading, sampling
+from kit import checkpoint, loading, native, sampling
 from kit.errors import UserError
 from kit.files import read_json
 from kit.finding import find_checkpoint, remember
@@ -504,8 +504,8 @@ def test_with_and_without_native_code_the_text_is_the_same(run, capfd):
 
 def test_the_first_text_of_a_small_model_does_not_wait_for_a_compiler(run, capfd, monkeypatch):
     asked = []
-    monkeypatch.setattr(sample.native, "build_aside", lambda: not asked.append(1))
-    monkeypatch.setattr(sample.native, "library", lambda: pytest.fail("compiles"))
+    monkeypatch.setattr(native, "build_aside", lambda: not asked.append(1))
+    monkeypatch.setattr(native, "library", lambda: pytest.fail("compiles"))
     assert "PyTorch's kernels on cpu" in write(capfd)[1] and asked == [1]
 
 

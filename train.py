@@ -20,15 +20,14 @@ from tqdm import tqdm
 
 from data import DataError
 from data.dataset import Dataset
-from data.prepare import is_text, resolve
-from kit import checkpoint, finding, loading, runs
+from data.prepare import prepares_for, resolve
+from kit import checkpoint, finding, hf, loading, optimizer, runs
 from kit import device as machine
 from kit.distributed import Ranks, say
 from kit.errors import UserError, run
 from kit.evaluate import eval_batches, evaluate, evaluate_only, spell_loss
 from kit.metrics import Progress, spell_time
-from kit.mishaps import Interrupt, explained, last_good
-from kit.optimizer import build_optimizers, load_optimizer_tensors, optimizer_tensors, set_lr
+from kit.mishaps import Interrupt, explained, is_spike, last_good
 from kit.report import Report
 from kit.settings import at_least, in_range, load
 from kit.sharding import local, whole
@@ -41,7 +40,8 @@ class TrainSettings:
 
     # the run
     out_dir: str | None = None  # folder of the run; None: out/<name of the config file>
-    init_from: str = "auto"  # auto, scratch, resume, or a run or checkpoint folder to start from
+    init_from: str = "auto"  # auto, scratch, resume, gpt2, or the run or checkpoint to start from
+    extend_positions: Literal["interpolate", "hierarchical", "copy"] | None = None  # its context
     overwrite: bool = False  # replace a run that is in out_dir
     seed: int = 1337  # of the initialisation, the order of the data and dropout
     # the data
@@ -61,6 +61,7 @@ class TrainSettings:
     bias: bool = False  # biases in Linear and LayerNorm, as GPT-2 has
     init_std: float = 0.02  # of the blocks' matrices; 0.02 suits width 768, less width wants more
     tie_embeddings: bool = True  # the output head is the token embedding
+    gelu: Literal["tanh", "erf"] = "tanh"  # tanh is GPT-2's, erf the exact one
     attn_logn: Literal["off", "fixed", "clipped", "learned"] = "off"  # see model.py
     logn_base: int | None = None  # its base; None: 512 for fixed, block_size for clipped
     # the optimizer
@@ -72,6 +73,8 @@ class TrainSettings:
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no limit
+    freeze: str = ""  # what stays as it is: names or beginnings of parameters, as "wte wpe h.0"
+    layer_lr_decay: float = 1.0  # each block learns this share of what the one above it does
     skip_spikes: float = 0.0  # skip updates of a norm so many times the usual; 0: none
     # the schedule, in updates
     max_iters: int = 600000  # updates
@@ -107,6 +110,7 @@ class TrainSettings:
                           "log_interval")
         at_least(self, 0, "seed warmup_iters patience eval_iters weight_decay grad_clip min_lr")
         in_range(self, 0, math.inf, "learning_rate muon_lr init_std")
+        in_range(self, 0, 1 + 1e-9, "layer_lr_decay")
         in_range(self, 0, 1e7, "timeout")
         if not (self.skip_spikes == 0 or self.skip_spikes > 1):
             raise UserError(f"skip_spikes={self.skip_spikes}: must be 0 or above 1; inf skips only "
@@ -133,7 +137,8 @@ class TrainSettings:
 
 
 # a run can go on with other settings, but not with another one of these
-ARCHITECTURE = {f.name for f in fields(GPTConfig)} - {"dropout", "vocab_size"} | {"optimizer"}
+ARCHITECTURE = {"optimizer", "freeze"} | (
+    {f.name for f in fields(GPTConfig)} - {"dropout", "vocab_size"})
 
 
 def main(argv: list[str]) -> int:
@@ -165,12 +170,15 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
 
     The data is prepared if need be, its shards checked and long enough for the context.
     """
-    source, tokenizer = finding.find_source(s.init_from), s.tokenizer
-    if source:
-        finding.adopt_architecture(s, given, source)
-    if source and tokenizer is None and is_text(s.dataset):  # of one's own, for given weights
+    source, tokenizer = hf.pretrained(s.init_from, say), s.tokenizer
+    source = source or finding.find_source(s.init_from)
+    finding.adopt_architecture(s, given, source)
+    for_source = source and tokenizer is None and prepares_for(s.dataset, finding.spec_of(source))
+    if for_source:
         tokenizer = str(source / "tokenizer.json")
     folder = resolve(s.dataset, tokenizer, say)
+    if for_source:
+        s.dataset = folder.name  # what the run goes on with, which has no source any more
     data = Dataset(folder, tokenizer, s.align, s.long_samples, s.verify)
     for split in (data.train, data.val):
         split.require(s.block_size)
@@ -199,12 +207,14 @@ class Trainer:
         self.model = GPT(s.model_config(data.vocab_size), s.init_std)
         if run.resume or source:
             folder = run.resume[0] if run.resume else source  # of a run, only rank 0 has it
-            ranks.once(lambda: loading.load_weights(self.model, folder / "model.safetensors"))
+            ranks.once(lambda: loading.load_weights(
+                self.model, folder / "model.safetensors", s.extend_positions, crop=not run.resume))
+        optimizer.freeze(self.model, s.freeze)
         self.parallel = ranks.tell(ranks.choose(s.parallel, self.model, device))
         if self.parallel == "fsdp" and self.scaler.is_enabled():
             ranks.refuse("dtype=float16 does not go with parallel=fsdp; take bfloat16 or float32")
         self.replica = ranks.place(self.model, device, self.parallel)  # what is called for a loss
-        self.optimizers = build_optimizers(self.model, s)
+        self.optimizers = optimizer.build_optimizers(self.model, s)
         if run.resume:
             self.restore(*run.resume, run.over)
         elif source:
@@ -221,7 +231,8 @@ class Trainer:
             p.worse = 0
         p.finished = p.last_eval == p.step and self.is_finished()
         tensors = loading.load_tensors(folder / "optimizer.safetensors") if folder else {}
-        load_optimizer_tensors(self.optimizers, self.model, self.ranks.spread(tensors))
+        optimizer.load_optimizer_tensors(
+            self.optimizers, self.model, self.ranks.spread(tensors))
         if state.get("scaler"):  # not where the run had another dtype
             self.scaler.load_state_dict(state["scaler"])
         say(f"going on with {self.path} from step {self.progress.step}")
@@ -281,7 +292,7 @@ class Trainer:
     def update(self) -> dict[str, Any]:
         """One update of batch_size x gradient_accumulation_steps rows -> its line of the log."""
         s, p, ranks = self.s, self.progress, self.ranks
-        factor = set_lr(self.optimizers, p.step, s)
+        factor = optimizer.set_lr(self.optimizers, p.step, s)
         with p.timed("data"):
             batches = self.ahead[1] if self.ahead[0] == p.rows else self.batches(p.rows)
         with p.timed("forward and backward"):
@@ -304,11 +315,12 @@ class Trainer:
         with p.timed("forward and backward"):
             for o in self.optimizers:
                 self.scaler.unscale_(o)
-            norm = whole(utils.get_total_norm([w.grad for w in self.model.parameters()]))
+            grads = [w.grad for w in self.model.parameters() if w.grad is not None]
+            norm = whole(utils.get_total_norm(grads))
             told = ranks.gather((total / n_targets).item(), norm.item(),
                                 sum(x.numel() for x, _ in batches))
             loss, grad_norm, tokens = told[:, 0].sum().item(), told[0, 1].item(), told[:, 2].sum()
-        skip = self.is_spike(loss, grad_norm)
+        skip = is_spike(p, self.scaler, loss, grad_norm, s.skip_spikes, self.give_up, say)
         with p.timed("optimizer"):
             if 0 < s.grad_clip < grad_norm and not skip:
                 utils.clip_grads_with_norm_(self.model.parameters(), s.grad_clip, norm)
@@ -320,21 +332,6 @@ class Trainer:
         p.step, p.rows, p.tokens = p.step + 1, ahead, p.tokens + int(tokens)
         return {"step": p.step, "tokens": p.tokens, "loss": loss, "lr": s.learning_rate * factor,
                 "grad_norm": grad_norm} | ({"skipped": True} if skip else {})
-
-    def is_spike(self, loss: float, norm: float) -> bool:
-        """Whether to skip the update; gives up where it is not finite and nobody asked to skip."""
-        overflow = self.scaler.is_enabled() and not math.isfinite(norm)  # the scaler sees to it
-        bad = not math.isfinite(loss) or not (math.isfinite(norm) or overflow)
-        step, what = self.progress.step + 1, f"the loss is {loss}, the gradient norm {norm}"
-        hopeless = overflow and self.scaler.get_scale() < 2**-14
-        if hopeless or (bad and not self.s.skip_spikes):
-            self.give_up(step, what)
-        skip = self.progress.odd_norm(math.nan if bad else norm, self.s.skip_spikes)
-        if skip:
-            say(f"step {step:,}: skipped, {what}")
-            if self.progress.skipped_in_a_row >= 20:
-                self.give_up(step, f"20 updates in a row were skipped; {what}")
-        return skip or overflow
 
     def give_up(self, step: int, why: str) -> None:
         self.writer.wait()
@@ -380,7 +377,8 @@ class Trainer:
         with self.progress.timed("saving"):
             self.writer.wait()  # one copy at a time
             weights = self.ranks.snapshot(dict(self.model.named_parameters()))
-            optimizer = self.ranks.snapshot(optimizer_tensors(self.optimizers, self.model))
+            state_of = optimizer.optimizer_tensors(self.optimizers, self.model)
+            moments = self.ranks.snapshot(state_of)
             self.saved = (self.progress.step, self.progress.finished)
             if not self.ranks.main:
                 return
@@ -389,7 +387,7 @@ class Trainer:
                      "run": self.report.about}
 
             def write() -> None:
-                checkpoint.save(self.path, self.model.config, weights, optimizer,
+                checkpoint.save(self.path, self.model.config, weights, moments,
                                 self.data.tokenizer.to_json(), state, self.s.keep)
                 finding.remember(self.path)
 

@@ -9,14 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "block_size": 1024}
 WEIGHTS, SHAPE_FILE = "model.safetensors", "shape.json"
 GGUF_TYPES = {"32": "F32", "16": "F16", "8": "Q8_0", "4": "Q4_0"}  # bits -> type of the matrices
-GGUF_NAMES = {"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-              "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-              "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
 
 
 def make_model(folder: Path, shape: dict[str, int], seed: int = 1) -> int:
@@ -76,51 +71,21 @@ def hugging_face(folder: Path, dtype: Any) -> Any:
     return model.to(dtype).eval()
 
 
-def gguf_name(name: str) -> str:
-    """'h.3.attn.c_attn.bias' -> 'blk.3.attn_qkv.bias'."""
-    stem, _, kind = name.rpartition(".")
-    block = ""
-    if stem.startswith("h."):
-        _, layer, stem = stem.split(".", 2)
-        block = f"blk.{layer}."
-    return f"{block}{GGUF_NAMES[stem]}.{kind}"
-
-
 def write_gguf(folder: Path, bits: str) -> Path:
-    """The model as `<bits>.gguf`: matrices and token embedding in one type, the rest in fp32.
+    """The model as `<bits>.gguf`, as extras.to_gguf writes one: call it apart, it imports torch.
 
-    The head is the token embedding, as in GPT-2: the file has no output.weight. The vocabulary
-    is a dummy of GPT-2's kind (only ids are fed), with the 256 bytes as far as there is room.
+    The vocabulary is a dummy of GPT-2's kind (only ids are fed), with the 256 bytes as far as
+    there is room.
     """
-    import gguf
     from safetensors.numpy import load_file
 
-    s, path = read_shape(folder), folder / f"{bits}.gguf"
-    kind = gguf.GGMLQuantizationType[GGUF_TYPES[bits]]
-    writer = gguf.GGUFWriter(path, "gpt2")
-    writer.add_name("bench.decode")
-    writer.add_context_length(s["block_size"])
-    writer.add_embedding_length(s["n_embd"])
-    writer.add_feed_forward_length(4 * s["n_embd"])
-    writer.add_block_count(s["n_layer"])
-    writer.add_head_count(s["n_head"])
-    writer.add_layer_norm_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    V = s["vocab_size"]
+    from extras.gguf_vocabulary import Vocabulary
+    from extras.to_gguf import write
+    from model import GPTConfig
+
+    config, path = GPTConfig(**read_shape(folder), bias=True), folder / f"{bits}.gguf"
+    V = config.vocab_size
     tokens = [*map(chr, range(256, 512)), *(f"token{i}" for i in range(256, V))][:V]
-    writer.add_token_list(tokens)
-    writer.add_token_types([int(gguf.TokenType.NORMAL)] * V)
-    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-    for name in ("bos", "eos"):
-        getattr(writer, f"add_{name}_token_id")(V - 1)
-    for name, w in load_file(folder / WEIGHTS).items():
-        whole = w.ndim == 1 or name == "wpe.weight"
-        type_ = gguf.GGMLQuantizationType.F32 if whole else kind
-        data = gguf.quants.quantize(np.ascontiguousarray(w), type_)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    made = Vocabulary(tokens, ["NORMAL"] * V, [f"{tokens[0]} {tokens[1]}"], "gpt-2", V - 1)
+    write(path, config, load_file(folder / WEIGHTS), made, GGUF_TYPES[bits].lower(), "bench.decode")
     return path

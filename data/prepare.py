@@ -83,6 +83,12 @@ def resolve(dataset: str, tokenizer: str | None = None,
                     f"{did_you_mean(dataset, names)}; other sources are for python -m data.prepare")
 
 
+def prepares_for(dataset: str, spec: str) -> bool:
+    """Whether `--dataset=` means text, and would be prepared with another tokenizer than `spec`."""
+    recipe = KNOWN.get(dataset)
+    return recipe.tokenizer != spec if recipe else is_text(dataset)
+
+
 def is_text(dataset: str) -> bool:
     """Whether `--dataset=` names text of the user's own, to be prepared by its content."""
     path = Path(dataset)

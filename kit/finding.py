@@ -40,7 +40,8 @@ def find_run(out_dir: str | None) -> Path:
                         "or name its folder with --out_dir=")
     path = Path(out_dir or str(read_json(pointer).get("path")))
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; name that of a run with --out_dir=")
+        raise UserError(f"{path}: no such folder; name that of a run with --out_dir="
+                        f"{foreign(path) if path.exists() else ''}")
     return path
 
 
@@ -49,13 +50,15 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     found, best = checkpoint.newest_first(path), path / "ckpt" / "best.json"
     if step is not None:
         found = [p for p in found if checkpoint.step_of(p) == step]
-    elif (path / "model.safetensors").exists():
+    elif (path / "model.safetensors").exists() and (path / "model.json").exists():
         return path
     elif best.exists():
         name = checkpoint.pointed(path, "best")
         if not name:
             raise UserError(f"{best}: damaged, or its checkpoint is gone; take one with --step=")
         return path / "ckpt" / name
+    if not found and step is None and (hint := foreign(path)):
+        raise UserError(f"{path}: no checkpoint of ours{hint}")
     if not found:
         steps = [str(checkpoint.step_of(p)) for p in checkpoint.newest_first(path)[::-1]]
         asked = "" if step is None else f" for --step={step}"
@@ -63,28 +66,69 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     return found[0]
 
 
+def foreign(path: Path) -> str:
+    """Which command turns the weights of another program into ours; nothing if they are none."""
+    here, files = path.is_dir(), {p.name for p in path.iterdir()} if path.is_dir() else {path.name}
+    if here and "config.json" in files and any(
+            name.endswith((".safetensors", ".safetensors.index.json")) for name in files):
+        command = f"kit.hf import {path}"
+    elif path.suffix == ".pt" or "ckpt.pt" in files:
+        command = f"extras.nanogpt_ckpt {path / 'ckpt.pt' if here else path}"
+    elif path.suffix == ".bin":
+        command = f"extras.llmc {path}"
+    else:
+        return ""
+    return f"; for weights of another program: python -m {command} --out_dir=FOLDER"
+
+
 def find_source(init_from: str) -> Path | None:
     """The checkpoint whose weights a new run starts from; None for auto, scratch and resume."""
     if init_from in WORDS:
         return None
     if not Path(init_from).is_dir():
-        raise UserError(f"init_from={init_from}: expected auto, scratch, resume, or a folder of "
-                        "weights: a run or a checkpoint")
+        raise UserError(f"init_from={init_from}: expected auto, scratch, resume, gpt2, or a folder "
+                        f"of weights: a run or a checkpoint{foreign(Path(init_from))}")
     folder = find_checkpoint(Path(init_from))
     checkpoint.check(folder, checkpoint.WEIGHTS)
     return folder
 
 
-def adopt_architecture(settings: Any, given: set[str], source: Path) -> None:
-    """A run from weights has their architecture; UserError where a `given` setting is another."""
+def adopt_architecture(settings: Any, given: set[str], source: Path | None) -> None:
+    """A run from weights has their architecture; UserError where a `given` setting is another.
+
+    The context alone may differ: a smaller one takes the first positions, a larger one needs
+    extend_positions. What log n attention measures by stays the context of the weights.
+    """
+    if source is None:
+        if settings.extend_positions:
+            raise UserError(f"extend_positions={settings.extend_positions}: needs weights to start "
+                            f"from, as --init_from=RUN, not {settings.init_from}")
+        return
     config = load_config(source)
     refuse_lie(config, source / "model.safetensors")
-    for name in sorted(vars(config).keys() - {"vocab_size", "dropout"}):
+    size, wanted, how = config.block_size, settings.block_size, settings.extend_positions
+    if "block_size" not in given:
+        wanted = size
+    if wanted > size and how is None:
+        raise UserError(f"block_size={wanted}, but the weights of {source} have {size} positions; "
+                        "--extend_positions=interpolate, hierarchical or copy makes more of them")
+    if how and wanted <= size:
+        raise UserError(f"extend_positions={how}, but the weights of {source} have {size} "
+                        f"positions: give a larger --block_size than that, not {wanted}")
+    for name in sorted(vars(config).keys() - {"vocab_size", "dropout", "block_size"}):
         ours, theirs = getattr(settings, name), getattr(config, name)
         if name in given and ours != theirs:
             raise UserError(f"{name}={ours}, but the weights of {source} have {name}={theirs}; "
                             f"drop {name} to take theirs")
         setattr(settings, name, theirs)
+    settings.block_size = wanted
+    if config.attn_logn == "clipped" and config.logn_base is None and wanted != size:
+        settings.logn_base = size
+
+
+def spec_of(folder: Path) -> str:
+    """How the tokenizer of a checkpoint is named."""
+    return str(read_json(folder / "tokenizer.json").get("spec"))
 
 
 def same_tokenizer(folder: Path, tokenizer: Any) -> None:

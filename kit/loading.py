@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from kit.checkpoint import WEIGHTS, check
 from kit.errors import UserError
 from kit.files import read_json, size_of
+from kit.positions import resize
 from kit.settings import fits
 from model import GPT, GPTConfig
 
@@ -64,15 +65,25 @@ def refuse_lie(config: GPTConfig, path: Path) -> None:
                             f"{shapes.get(name, 'absent')}, the model's is {shape}")
 
 
-def load_weights(model: GPT, path: Path) -> None:
-    """Copy a model.safetensors into a model of exactly its names and shapes."""
+def load_weights(model: GPT, path: Path, extend: str | None = None, crop: bool = False) -> None:
+    """Copy a model.safetensors into a model of exactly its names and shapes.
+
+    crop, extend: the model may have fewer positions, or more, made as `extend` says.
+    """
     parameters, theirs = dict(model.named_parameters()), shapes_of(path)
     ours = {n: tuple(p.shape) for n, p in parameters.items()}
+    held, size = theirs.get("wpe.weight", ()), ours["wpe.weight"]
+    resized = len(held) == 2 and held[1] == size[1] and (
+        crop and held[0] > size[0] or extend is not None and held[0] < size[0])
+    if resized:
+        theirs["wpe.weight"] = size
     if different := theirs.items() ^ ours.items():
         name = min(different)[0]
         raise UserError(f"{path}: does not fit the model: {name} is {theirs.get(name, 'absent')}, "
                         f"the model's is {ours.get(name, 'absent')}")
     tensors = load_tensors(path)
+    if resized:
+        tensors["wpe.weight"] = resize(tensors["wpe.weight"].float(), size[0], extend)
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(tensors[name])

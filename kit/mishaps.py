@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,26 @@ def explained(path: Path, settings: Any, world: int = 1) -> Iterator[None]:
             less = smaller(settings, world)
             raise UserError(f"out of memory with {less}; {last_good(path)}") from e
         raise
+
+
+def is_spike(p: Any, scaler: Any, loss: float, norm: float, limit: float,
+             give_up: Callable[[int, str], None], say: Callable[[str], None]) -> bool:
+    """Whether to skip an update of this loss and gradient norm, as skip_spikes=limit says.
+
+    p: the Progress, which counts. Gives up where they are not finite and nobody asked to skip.
+    """
+    overflow = scaler.is_enabled() and not math.isfinite(norm)  # the scaler sees to it
+    bad = not math.isfinite(loss) or not (math.isfinite(norm) or overflow)
+    step, what = p.step + 1, f"the loss is {loss}, the gradient norm {norm}"
+    hopeless = overflow and scaler.get_scale() < 2**-14
+    if hopeless or (bad and not limit):
+        give_up(step, what)
+    skip = p.odd_norm(math.nan if bad else norm, limit)
+    if skip:
+        say(f"step {step:,}: skipped, {what}")
+        if p.skipped_in_a_row >= 20:
+            give_up(step, f"20 updates in a row were skipped; {what}")
+    return skip or overflow
 
 
 def last_good(path: Path) -> str:

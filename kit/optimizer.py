@@ -13,12 +13,43 @@ from kit.sharding import gathered, like, local
 from model import GPT
 
 
+def freeze(model: GPT, names: str) -> None:
+    """Stop training the parameters that are called one of `names`, or begin with it and a dot.
+
+    names: apart by spaces, as "wte wpe h.0". UserError for one that is none, or if none is left.
+    """
+    named = dict(model.named_parameters())  # a tied head is wte
+    for name in names.split():
+        found = [p for n, p in named.items() if f"{n}.".startswith(f"{name}.")]
+        if not found:
+            known = sorted({".".join(n.split(".")[: 2 if n[0] == "h" else 1]) for n in named})
+            raise UserError(f"freeze={name}: no parameter is called so; there are "
+                            f"{', '.join(known)} and their parts, such as {max(named)}")
+        for p in found:
+            p.requires_grad_(False)
+    if not any(p.requires_grad for p in named.values()):
+        raise UserError(f"freeze={names}: leaves nothing to train")
+
+
 def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:
-    """Each parameter in one of three lists: the blocks' matrices, embeddings, vectors."""
-    named = list(model.named_parameters())  # a tied head appears once
+    """Each trained parameter in one of three: the blocks' matrices, embeddings, vectors."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]  # a tied head is once
     hidden = [p for name, p in named if p.ndim > 1 and name.startswith("h.")]
     embeddings = [p for name, p in named if p.ndim > 1 and not name.startswith("h.")]
     return hidden, embeddings, [p for _, p in named if p.ndim < 2]
+
+
+def depth_factors(model: GPT, decay: float) -> dict[nn.Parameter, float]:
+    """The share of the learning rate that each parameter gets: `decay` a block below the top.
+
+    The final norm and an untied head have all of it, the last block decay, the embeddings decay **
+    (n_layer + 1) (ULMFiT, arXiv 1801.06146; in this form BEiT's).
+    """
+    top = model.config.n_layer + 1
+    depth = {"h": lambda name: int(name.split(".")[1]) + 1, "wte": lambda name: 0,
+             "wpe": lambda name: 0}
+    return {p: decay ** (top - depth.get(name.split(".")[0], lambda name: top)(name))
+            for name, p in model.named_parameters()}
 
 
 class Muon(torch.optim.Muon):
@@ -72,14 +103,23 @@ def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
     Every group remembers its `peak_lr`.
     """
     hidden, embeddings, vectors = split_parameters(model)
+    factors = depth_factors(model, s.layer_lr_decay)
+
+    def groups(params: list[nn.Parameter], lr: float, **options: Any) -> list[dict[str, Any]]:
+        return [{"params": [p for p in params if factors[p] == f], "lr": lr * f, **options}
+                for f in sorted({factors[p] for p in params}, reverse=True)]
+
     decayed = embeddings if s.optimizer == "muon" else embeddings + hidden
-    optimizers: list[Optimizer] = [torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": s.weight_decay},
-         {"params": vectors, "weight_decay": 0.0}],
-        lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=decayed[0].device.type != "mps")]
-    if s.optimizer == "muon":
-        optimizers.append(Muon(hidden, lr=s.muon_lr, weight_decay=s.weight_decay,
-                               momentum=s.muon_momentum))
+    optimizers: list[Optimizer] = []
+    if decayed + vectors:
+        optimizers.append(torch.optim.AdamW(
+            groups(decayed, s.learning_rate, weight_decay=s.weight_decay)
+            + groups(vectors, s.learning_rate, weight_decay=0.0),
+            lr=s.learning_rate, betas=(s.beta1, s.beta2),
+            fused=model.wte.weight.device.type != "mps"))
+    if s.optimizer == "muon" and hidden:
+        optimizers.append(Muon(groups(hidden, s.muon_lr), lr=s.muon_lr,
+                               weight_decay=s.weight_decay, momentum=s.muon_momentum))
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers

@@ -41,7 +41,9 @@ class Report:
         s, data, p, world = self.s, self.data, self.progress, self.ranks.world
         say(f"device: {machine.describe(device, dtype)}")
         self.peak_tok_s = world * machine.peak_flops(dtype, device) / machine.flops_per_token(model)
-        say(f"model: {model.num_params():,} parameters, {data.vocab_size:,} tokens "
+        still = sum(w.numel() for w in model.parameters() if not w.requires_grad)
+        frozen = f" ({still:,} of them frozen)" if still else ""
+        say(f"model: {model.num_params():,} parameters{frozen}, {data.vocab_size:,} tokens "
             f"({data.tokenizer.spec}); compile {compiled}")
         batch, pieces = self.ranks.divide(s.batch_size, s.gradient_accumulation_steps)
         rows = s.batch_size * s.gradient_accumulation_steps

@@ -21,7 +21,8 @@ from kit.finding import WORDS, out_root, same_tokenizer
 from kit.loading import refuse_lie
 from kit.settings import Loaded, Say
 
-ABOUT_THE_START = {"init_from", "init_std", "overwrite", "out_dir", "debug"}  # settings
+ABOUT_THE_START = {  # settings
+    "init_from", "init_std", "extend_positions", "overwrite", "out_dir", "debug"}
 OURS = ("config.json", "log.jsonl", "loss.png", ".lock", "ckpt")  # what a run folder holds
 
 

@@ -22,23 +22,26 @@ DOORS = {  # room -> what of ours it may import
 BUDGET = {"model.py": 450, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
     ("model", "train", "sample"): 920,
-    ("data",): 2065,
-    ("kit",): 3600,
+    ("data",): 2075,
+    ("kit",): 4200,
 }
 KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "metrics": {"files", "settings"}, "optimizer": {"sharding"},
     "evaluate": {"device", "distributed", "finding", "loading"},
     "distributed": {"rendezvous", "sharding"},
-    "checkpoint": {"files", "settings"}, "loading": {"checkpoint", "files", "settings"},
+    "checkpoint": {"files", "settings"}, "loading": {"checkpoint", "files", "positions", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
     "fast": {"device", "native", "quantize"}, "lookup": {"fast"},
     "placing": {"device", "fast", "native"},
+    "hf": {"checkpoint", "files", "finding", "hf_export", "hf_tokenizer", "hf_weights"},
+    "hf_export": {"files", "finding", "hf_tokenizer", "hf_weights", "loading"},
+    "hf_tokenizer": {"bytelevel"},
     "writing": {"lookup", "prompts", "sampling"},
     "session": {"sampling", "writing"},
     "runs": {"checkpoint", "device", "distributed", "files", "finding", "loading", "settings"},
     "report": {"checkpoint", "device", "distributed", "files", "metrics", "runs", "sampling"},
 }
-COMMANDS = {"evaluate", "hf", "hf_tokenizer"}  # parts of kit/ that are run: they may import data
+COMMANDS = {"evaluate", "hf", "hf_export", "hf_tokenizer", "hf_weights"}  # parts of kit/ that are run: they may import data
 
 
 def sources(*rooms: str) -> list[Path]:
@@ -119,6 +122,10 @@ def test_nothing_is_unpickled_or_executed():
     for path in sources(*ROOMS):
         assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "joblib", "shelve"}
         text = path.read_text(encoding="utf-8")
+        if path.name == "nanogpt_ckpt.py":  # the one importer of a foreign pickle
+            calls = re.findall(r"torch\.load\([^)]*\)", text)
+            assert len(calls) == 1 and "weights_only=True" in calls[0]
+            text = text.replace("torch.load(", "")
         for call in ("torch.load(", " eval(", "exec(", "os.system(", "shell=True"):
             assert call not in text.replace(".eval(", ""), f"{path.name} calls {call}"
 

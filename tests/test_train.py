@@ -328,7 +328,7 @@ def test_what_changed_is_listed(run, monkeypatch, capsys):
 
 @pytest.mark.parametrize("flag", ["--n_layer=3", "--n_embd=16", "--block_size=8", "--bias=True",
                                   "--tie_embeddings=False", "--attn_logn=fixed",
-                                  "--optimizer=muon"])
+                                  "--optimizer=muon", "--gelu=erf", "--freeze=wpe"])
 def test_architecture_cannot_change(run, monkeypatch, flag):
     go_on = stop_at(monkeypatch, 3)
     _, path = run()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import decode_rounds, decode_worker
-from bench.decode_model import GGUF_TYPES, gguf_name, make_model, ours, write_gguf
+from bench.decode_model import GGUF_TYPES, make_model, ours, write_gguf
 from bench.decode_report import draw, keys, lines, show
 from bench.decode_rounds import SIDES, TASKS, common, missing, rates, takes_batch
 from bench.decode_start import spans
@@ -203,16 +203,11 @@ def test_the_time_of_the_first_byte_after_the_prompt():
         spans([sys.executable, "-c", "1 / 0"], 0, {})
 
 
-def test_names_in_a_gguf_file():
-    assert gguf_name("h.11.attn.c_attn.bias") == "blk.11.attn_qkv.bias"
-    assert gguf_name("h.0.mlp.c_proj.weight") == "blk.0.ffn_down.weight"
-    assert gguf_name("wpe.weight") == "position_embd.weight"
-    assert gguf_name("ln_f.bias") == "output_norm.bias"
-
-
 @pytest.mark.parametrize("bits,error", [("32", 0), ("16", 1e-3), ("8", 0.01), ("4", 0.126)])
 def test_a_gguf_file_holds_the_model(model, bits, error):
     gguf = pytest.importorskip("gguf")
+    from extras.to_gguf import gguf_name
+
     tensors = {t.name: t for t in gguf.GGUFReader(write_gguf(model, bits)).tensors}
     weights = {gguf_name(name): p.detach().numpy() for name, p in ours(model).named_parameters()}
     assert tensors.keys() == weights.keys()

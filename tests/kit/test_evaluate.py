@@ -1,8 +1,15 @@
-"""kit/evaluate.py: sums by hand, separators and masks, and a model that is left as it was."""
+"""kit/evaluate.py: sums by hand, separators and masks, a model left as it was; the command."""
 
+import json
 import math
+import re
+import subprocess
+import sys
+import tracemalloc
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +17,28 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
-from kit.evaluate import eval_batches, evaluate, spell_loss
+from data import DataError
+from data.build import prepare
+from data.dataset import Dataset
+from data.prepare import resolve
+from data.tokenizer import ByteTokenizer
+from kit import checkpoint
+from kit.errors import run as cli
+from kit.evaluate import (
+    added_in_double,
+    eval_batches,
+    evaluate,
+    evaluate_split,
+    main,
+    spell_loss,
+    spread,
+)
+from kit.finding import remember
+from model import GPT, GPTConfig
 
+CLONE = Path(__file__).parents[2]
 LENGTHS = np.array([1, 2, 3, 1, 1, 4, 1, 1, 1, 2, 13])  # bytes of the 11 tokens; 10 separates
 
 
@@ -205,3 +231,239 @@ def test_some_batches_are_spread_evenly(n, batch_size, eval_iters):
 def test_few_batches_are_the_same_every_time():
     firsts = [[x[0, 0] for x, _ in eval_batches(Windows(500), 3, 4, 5)] for _ in range(2)]
     assert firsts[0] == firsts[1]
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def about(tmp_path, text_file, monkeypatch):
+    """about(*arguments) runs the command on a tiny model of bytes -> what it said as JSON.
+
+    Its run is tmp_path/out/tiny, trained (so it says) on the text; `chats` is a set of samples.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=2, n_embd=16))
+    with torch.no_grad():
+        model.wte.weight.mul_(30)  # far from a uniform guess
+    run, byte = tmp_path / "out" / "tiny", ByteTokenizer().to_json()
+    run.mkdir(parents=True)
+    settings_of_run = {"dataset": str(text_file), "tokenizer": "byte", "init_from": "auto"}
+    data = Dataset(resolve(str(text_file), "byte", say=lambda line: None))
+    samples = [{"prompt": "ab" * (i % 5) + "?", "completion": "é" * (i * 7 % 11)}
+               for i in range(150)]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(map(json.dumps, samples)))
+    with monkeypatch.context() as quiet:
+        quiet.setattr("builtins.print", lambda *args, **kwargs: None)
+        prepare([str(chats)], "chats", "byte")
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    checkpoint.save(run, model.config, weights, {}, byte, {
+        "step": 30, "best_step": 30,
+        "run": {"settings": settings_of_run, "dataset_hash": data.hash}}, keep=2)
+    checkpoint.save_weights(tmp_path / "imported", model.config, weights, byte, {})
+    remember(run)
+    monkeypatch.chdir(tmp_path)
+    return model
+
+
+def told(capsys, *argv: str) -> dict:
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line of a mistake, through the exit that the command has."""
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["evaluate.py", *argv])
+        cli(main, (DataError,))
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "Traceback" not in "".join(lines)
+    return lines[-1]
+
+
+def test_the_newest_run_on_its_own_data(about, capsys, tmp_path, text_file):
+    """What is told is what the split gives by hand, each byte of it a token."""
+    said = told(capsys)
+    ids = np.frombuffer(text_file.read_bytes(), np.uint8).astype(np.int64)
+    val = ids[int(0.9 * len(ids)):]
+    assert said["tokens"] == len(val) and said["bytes"] == len(val)  # the separator stands first
+    batches = [(x[None], y[None]) for x, y in windows_by_hand(np.append(256, val), 16)]
+    exact = evaluate(about, batches, np.append(np.ones(256, np.int64), 0), 256, nullcontext)
+    for name in ("loss", "perplexity", "bpb"):
+        assert said[name] == pytest.approx(exact[name], rel=1e-5), name
+    assert said["checkpoint"] == str(tmp_path / "out" / "tiny" / "ckpt" / "step_000030")
+    assert {k: said[k] for k in ("step", "dataset", "split", "dtype", "block_size", "rows")} == {
+        "step": 30, "dataset": str(text_file), "split": "val", "dtype": "float32",
+        "block_size": 16, "rows": -(-len(val) // 16)}
+
+
+def windows_by_hand(ids: np.ndarray, size: int):
+    for i in range(0, len(ids) - 1, size):
+        x, y = ids[i : i + size], ids[i + 1 : i + size + 1]
+        x = x[: len(y)]
+        yield (np.pad(x, (0, size - len(x))), np.pad(y, (0, size - len(y)), constant_values=-1))
+
+
+@pytest.mark.parametrize("dataset", ["my text.txt", "chats"])
+@pytest.mark.parametrize("split", ["val", "train"])
+def test_any_batch_size_prints_the_same(about, capsys, dataset, split):
+    printed = set()
+    for size in (2, 7, 64, 5000):
+        argv = [f"--dataset={dataset}", f"--split={split}", f"--batch_size={size}"]
+        assert main(argv) == 0
+        printed.add(capsys.readouterr().out)
+        printed.add(json.dumps(told(capsys, *argv)))
+    assert len(printed) == 2
+
+
+def test_the_sum_of_a_large_batch_is_as_exact_as_that_of_small_ones(tiny):
+    """In fp32, 300,000 addends of about 2.4 would lose the last digits."""
+    model, n = tiny(), 300_000
+    x = torch.randn(n, 16, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(n) % 12 - 1
+    with torch.no_grad():
+        total, count = added_in_double(model.loss, x, y)
+        logp = F.log_softmax(x.double() @ model.lm_head.weight.double().T, -1)
+        exact = -logp.gather(1, y.clamp(min=0)[:, None])[:, 0][y >= 0].sum()
+        plain = model.loss(x, y)[0].double()
+    assert count == (y >= 0).sum() and total.dtype == torch.float64
+    assert abs(total - exact) / exact < 1e-8 < abs(plain - exact) / exact
+
+
+def test_samples_are_measured_on_their_answers_alone(about, capsys):
+    said = told(capsys, "--dataset=chats", "--split=train")
+    data = Dataset(resolve("chats"))
+    windows = data.train.window(0, data.train.fixed_windows(16), 16)
+    assert said["tokens"] == (windows[1] >= 0).sum()
+    assert said["bytes"] == ((windows[1] >= 0) & (windows[1] < 256)).sum()
+    assert said["rows"] == data.train.fixed_windows(16) < 150
+    main(["--dataset=chats"])
+    assert "dropped" in capsys.readouterr().err  # nobody shall take it for all of the samples
+
+
+def test_a_smaller_context_is_that_of_shorter_rows(about, capsys):
+    said = told(capsys, "--block_size=4")
+    whole = told(capsys)
+    assert said["block_size"] == 4 and said["rows"] == -(-said["tokens"] // 4)
+    assert said["tokens"] == whole["tokens"] and said["loss"] != whole["loss"]
+
+
+def test_another_text_is_prepared_with_the_tokenizer_of_the_checkpoint(about, capsys, tmp_path):
+    (tmp_path / "other.txt").write_text("A text of its own, é. " * 40)
+    said = told(capsys, "imported", "--dataset=other.txt")
+    n = len(("A text of its own, é. " * 40).encode())
+    assert said["step"] == 0 and abs(said["bytes"] - n / 10) <= 2  # cut at a character
+    assert "preparing other-" not in capsys.readouterr().err  # only once
+    told(capsys, str(tmp_path / "out/tiny/ckpt/step_000030"), "--dataset=other.txt")
+    assert len([*(tmp_path / "data").glob("other-*")]) == 1
+
+
+def test_a_text_that_changed_since_is_said(about, capsys, text_file):
+    text_file.write_text("Another text. " * 300)
+    told(capsys)
+    main([])
+    assert "has changed since the run began" in capsys.readouterr().err
+
+
+def test_a_person_reads_what_was_measured(about, capsys, text_file):
+    assert main([]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith("step_000030, step 30")
+    assert second.startswith(f"{text_file}, val: ") and "bytes of text" in second
+    assert re.fullmatch(r"loss \d+\.\d{4}, perplexity \S+, \d+\.\d{4} bits per byte", third)
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["nowhere"], "nowhere: no such folder"), (["my text.txt"], "no such folder"),
+    (["--step=7"], "steps there: 30"), (["imported"], "does not say what it was trained on"),
+    (["--block_size=17"], "block_size=17: the model of .* takes 1 to 16"),
+    (["--batch_size=0"], "batch_size=0: must be at least 1"),
+    (["--batch_size=many"], "invalid int"), (["--datset=x"], "did you mean --dataset"),
+    (["--dataset=nope"], "--dataset=nope is no file"), (["--device=gpu"], "device=gpu"),
+    (["--dataset=other"], "trained with tokenizer byte.*another"),
+    (["--dataset=long"], "none of the val split's .* samples")])
+def test_a_mistake_is_one_line(about, capsys, tmp_path, argv, words):
+    (tmp_path / "other.txt").write_text("Text. " * 100)
+    (tmp_path / "long.jsonl").write_text("\n".join(
+        json.dumps({"prompt": str(i), "completion": "long " * 9}) for i in range(30)))
+    if argv[0] in ("--dataset=other", "--dataset=long"):
+        name, spec = argv[0][10:], "char" if argv[0].endswith("other") else "byte"
+        prepare([str(next(tmp_path.glob(f"{name}.*")))], name, spec)
+    assert re.search(words, refused(capsys, *argv))
+
+
+def test_ctrl_c_leaves_with_130(about, capsys, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GPT, "hidden", interrupted)
+    monkeypatch.setattr("sys.argv", ["evaluate.py"])
+    with pytest.raises(SystemExit) as stop:
+        cli(main, (DataError,))
+    assert stop.value.code == 130
+
+
+def test_what_is_not_finite_is_null_in_json(about, capsys, tmp_path):
+    weights = {n: torch.full_like(p, math.nan) for n, p in about.named_parameters()}
+    checkpoint.save_weights(tmp_path / "nan", about.config, weights, ByteTokenizer().to_json(), {})
+    said = told(capsys, "nan", "--dataset=my text.txt")
+    assert said["loss"] is None and said["perplexity"] is None and said["tokens"] > 0
+
+
+def test_progress_has_the_time_left_on_a_terminal_alone(about, capsys, monkeypatch):
+    main([])
+    assert "row" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("kit.evaluate.tqdm", partial(tqdm, mininterval=0))
+    main(["--batch_size=8", "--json"])
+    captured = capsys.readouterr()
+    assert re.search(r"\d+/\d+ \[00:00<00:00, +[\d.]+row/s\]", captured.err)
+    json.loads(captured.out)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 500))
+def test_batches_come_each_once_and_far_apart(n):
+    order = list(spread(n))
+    assert sorted(order) == list(range(n))
+    if n > 20:  # any tenth of the way has seen all of the lengths, about
+        some = sorted(order[: n // 10 + 5])
+        assert max(b - a for a, b in zip(some, some[1:], strict=False)) < 0.35 * n
+
+
+def test_memory_does_not_grow_with_the_split(tiny):
+    """The peak of numpy's and Python's memory; tensors are made from the same arrays."""
+    peaks = []
+    model, data = tiny(), SimpleNamespace(
+        token_byte_lengths=lambda: np.ones(11, np.int64), separator=None)
+    for n in (20_000, 200_000):
+        split = SimpleNamespace(
+            fixed_windows=lambda T, n=n: n // T,
+            window=lambda i, rows, T: (np.zeros((rows, T), np.int64),) * 2)
+        tracemalloc.start()
+        told = evaluate_split(model, data, split, 8, 64, nullcontext)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert told["tokens"] == n
+    assert peaks[1] < 1.2 * peaks[0]
+
+
+def test_the_model_is_as_it_was_after_a_split(about, capsys):
+    before = set(vars(about))
+    split = SimpleNamespace(fixed_windows=lambda T: 3,
+                            window=lambda i, n, T: (np.zeros((n, T), np.int64),) * 2)
+    data = SimpleNamespace(token_byte_lengths=lambda: np.ones(257, np.int64), separator=None)
+    evaluate_split(about, data, split, 16, 2, nullcontext)
+    assert set(vars(about)) == before
+
+
+@pytest.mark.slow
+def test_it_is_a_command(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "kit.evaluate", "nowhere"], cwd=CLONE,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("evaluate.py: nowhere: no such folder")

@@ -11,6 +11,7 @@ from kit.errors import UserError
 from kit.optimizer import (
     Muon,
     build_optimizers,
+    freeze,
     load_optimizer_tensors,
     lr_factor,
     optimizer_tensors,
@@ -105,6 +106,49 @@ def test_settings_reach_the_optimizers(tiny):
     adamw, muon = build_optimizers(tiny(), s)
     assert all(g["betas"] == (0.8, 0.88) and g["peak_lr"] == 0.03 for g in adamw.param_groups)
     assert all(g["peak_lr"] == 0.07 and g["momentum"] == 0.6 for g in muon.param_groups)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("names, stay", [
+    ("wte", {"wte.weight"}), ("h", {"h."}), ("h.1", {"h.1."}), ("wte wpe", {"wte.", "wpe."}),
+    ("h.0.attn  h.1.mlp.c_fc.weight", {"h.0.attn.", "h.1.mlp.c_fc.weight"}),
+    ("wte wpe ln_f", {"wte.", "wpe.", "ln_f."})])
+def test_what_is_frozen_stays_to_the_bit_and_the_rest_moves(tiny, names, stay, optimizer):
+    model, s = tiny(tie_embeddings=names != "wte", bias=True), small(optimizer=optimizer)
+    freeze(model, names)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizers = build_optimizers(model, s)
+    held = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    assert len(held) == len(set(held)) == sum(p.requires_grad for p in model.parameters())
+    for step in range(3):
+        update(model, optimizers, step, s)
+    still = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+    assert still == {n for n in before if any(n.startswith(name) for name in stay)}
+
+
+@pytest.mark.parametrize("names, words", [
+    ("h.2", "freeze=h.2: no parameter.* h.0, h.1, ln_f, wpe, wte"), ("wt", "freeze=wt"),
+    ("lm_head", "freeze=lm_head"), ("wte wpe h ln_f", "leaves nothing to train")])
+def test_what_cannot_be_frozen_is_refused(tiny, names, words):
+    with pytest.raises(UserError, match=words):
+        freeze(tiny(), names)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_lower_blocks_learn_slower(tiny, optimizer):
+    s = small(optimizer=optimizer, layer_lr_decay=0.5)
+    model = tiny(tie_embeddings=False)
+    optimizers = build_optimizers(model, s)
+    set_lr(optimizers, 50, s)
+    peak = {True: s.muon_lr, False: s.learning_rate}
+    shares = {p: g["peak_lr"] / peak[isinstance(o, Muon)] for o in optimizers
+              for g in o.param_groups for p in g["params"]}
+    assert len(shares) == len(list(model.parameters()))
+    expected = {"wte": 1 / 8, "wpe": 1 / 8, "h.0": 1 / 4, "h.1": 1 / 2, "ln_": 1, "lm_": 1}
+    for name, p in model.named_parameters():
+        assert shares[p] == pytest.approx(expected[name[:3]]), name
+    factors = {g["lr"] / g["peak_lr"] for o in optimizers for g in o.param_groups}
+    assert max(factors) - min(factors) < 1e-12  # one schedule for all
 
 
 def test_both_optimizers_learn(tiny):

@@ -1,0 +1,666 @@
+"""Weights to Hugging Face's library and back: the same logits there, the same bits here."""
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from data import DataError
+from data.build import prepare
+from data.dataset import Dataset
+from data.instruct import encode as encode_chat
+from data.tokenizer import from_json, make_tokenizer
+from kit import checkpoint, hf, hf_export, hf_weights
+from kit.errors import UserError
+from kit.hf import import_model, main, pretrained
+from kit.hf_export import export_run
+from kit.hf_tokenizer import to_hf
+from kit.loading import load_model
+from model import GPT, GPTConfig
+
+CLONE = Path(__file__).parents[2]
+BYTE = make_tokenizer("byte")  # 257 ids
+SHAPES = [  # n_layer, n_head, n_embd, block_size, bias, tied, gelu
+    (1, 1, 8, 1, False, True, "tanh"), (2, 2, 16, 12, True, False, "erf"),
+    (3, 4, 12, 33, True, True, "tanh"), (1, 3, 24, 7, False, False, "erf")]
+
+
+def quiet(line: str) -> None:
+    """What is said, to nobody."""
+
+
+def scramble(model: torch.nn.Module) -> None:
+    """Numbers large enough that no part of the model could be left out unnoticed."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3)
+
+
+def our_model(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=True, tied=True, gelu="tanh",
+              **changes) -> GPT:
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(257, block_size, n_layer, n_head, n_embd, 0.1, bias, tied, gelu=gelu,
+                          **changes))
+    scramble(model)
+    return model.eval()
+
+
+def their_model(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=True, tied=True,
+                gelu="gelu_new", rows=257) -> GPT2LMHeadModel:
+    torch.manual_seed(2)
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=rows, n_positions=block_size, n_embd=n_embd, n_layer=n_layer, n_head=n_head,
+        activation_function=gelu, tie_word_embeddings=tied, bos_token_id=256, eos_token_id=256))
+    scramble(model)
+    if not bias:
+        for name, p in model.named_parameters():
+            p.data.mul_(not name.endswith("bias"))
+    return model.eval()
+
+
+def ours_saved(folder: Path, model: GPT, tokenizer=BYTE, **state) -> Path:
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    checkpoint.save_weights(folder, model.config, weights, tokenizer.to_json(), {"from": "a test"})
+    if state:
+        checkpoint.write(folder, model.config, weights, None, tokenizer.to_json(), state)
+    return folder
+
+
+def theirs_saved(folder: Path, model: GPT2LMHeadModel | None = None, **options) -> Path:
+    (model or their_model()).save_pretrained(folder, **options)
+    (folder / "tokenizer.json").write_text(json.dumps(to_hf(BYTE)))
+    return folder
+
+
+def some_ids(block_size: int, rows: int = 257) -> torch.Tensor:
+    return torch.randint(rows, (3, block_size), generator=torch.Generator().manual_seed(3))
+
+
+def edit_config(folder: Path, **changes) -> Path:
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if v != "left out"}))
+    return folder
+
+
+def edit_weights(folder: Path, change) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+# --------------------------------------------------------------------------------- the same logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_their_weights_give_their_logits_here(tmp_path, shape):
+    *sizes, bias, tied, gelu = shape
+    theirs = their_model(*sizes, bias, tied, {"tanh": "gelu_new", "erf": "gelu"}[gelu])
+    folder = import_model(str(theirs_saved(tmp_path / "theirs", theirs)), tmp_path / "o", say=quiet)
+    ours, tokenizer, state = load_model(folder)
+    ids = some_ids(sizes[3])
+    torch.testing.assert_close(ours.eval()(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+    assert ours.config == GPTConfig(257, sizes[3], *sizes[:3], 0.1, bias, tied, gelu=gelu)
+    assert tokenizer["hash"] == BYTE.hash and state["imported"]["from"] == "theirs"
+    assert all(p.dtype == torch.float32 for p in ours.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_our_weights_give_our_logits_there_and_come_back_bit_for_bit(tmp_path, shape):
+    ours = our_model(*shape)
+    saved = ours_saved(tmp_path / "ours", ours)
+    export = export_run(str(saved), tmp_path / "e", None, False, quiet)
+    theirs, ids = AutoModelForCausalLM.from_pretrained(export).eval(), some_ids(shape[3])
+    assert isinstance(theirs, GPT2LMHeadModel) and theirs.dtype == torch.float32
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+    biases = [p for n, p in theirs.named_parameters() if n.endswith("bias")]
+    assert biases and any(bool(p.any()) for p in biases) == shape[4]
+    back, tokenizer, _ = load_model(import_model(str(export), tmp_path / "back", say=quiet))
+    assert back.config == ours.config and tokenizer == BYTE.to_json()
+    before = dict(ours.named_parameters())
+    assert before.keys() == dict(back.named_parameters()).keys()
+    assert all(torch.equal(p, before[n]) for n, p in back.named_parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gelu", ("gelu_new", "gelu_pytorch_tanh", "gelu"))
+def test_each_gelu_is_its_own(tmp_path, gelu):
+    theirs = their_model(gelu=gelu)
+    ours, _, _ = load_model(import_model(str(theirs_saved(tmp_path / "theirs", theirs)),
+                                         tmp_path / "ours", say=quiet))
+    ids = some_ids(12)
+    torch.testing.assert_close(ours.eval()(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+    assert ours.config.gelu == ("erf" if gelu == "gelu" else "tanh")
+
+
+def test_what_they_write_of_an_export_comes_back_too(tmp_path):
+    """As after fine-tuning there: their own files, without ours."""
+    export = export_run(str(ours_saved(tmp_path / "ours", our_model())), tmp_path / "e", None,
+                        False, quiet)
+    AutoModelForCausalLM.from_pretrained(export).save_pretrained(tmp_path / "again")
+    AutoTokenizer.from_pretrained(export).save_pretrained(tmp_path / "again")
+    a, b = (load_file(import_model(str(tmp_path / name), tmp_path / f"{name}2", say=quiet)
+                      / "model.safetensors") for name in ("e", "again"))
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+# ----------------------------------------------------------------------------------- their ways
+
+
+def rename(tensors: dict, old: str, new: str) -> None:
+    for name in [n for n in tensors if n.startswith(old)]:
+        tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("change", (
+    lambda t: rename(t, "transformer.", ""),
+    lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 12, 12, dtype=torch.bool),
+                        "transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}),
+    lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}),
+), ids=("no prefix", "mask buffers", "tied head stored"))
+def test_other_ways_to_store_the_same(tmp_path, change):
+    plain = import_model(str(theirs_saved(tmp_path / "plain")), tmp_path / "a", say=quiet)
+    other = edit_weights(theirs_saved(tmp_path / "other"), change)
+    other = import_model(str(other), tmp_path / "b", say=quiet)
+    assert checkpoint.digest(plain / "model.safetensors") == checkpoint.digest(
+        other / "model.safetensors")
+
+
+def test_weights_in_several_files(tmp_path):
+    theirs_saved(tmp_path / "theirs", max_shard_size="10KB")
+    assert len([*(tmp_path / "theirs").glob("*.safetensors")]) > 1
+    plain = import_model(str(theirs_saved(tmp_path / "plain")), tmp_path / "a", say=quiet)
+    parts = import_model(str(tmp_path / "theirs"), tmp_path / "b", say=quiet)
+    assert load_model(parts)[0].config == load_model(plain)[0].config
+    (tmp_path / "theirs" / "model-00002-of-00002.safetensors").unlink(missing_ok=True)
+    next((tmp_path / "theirs").glob("model-00001*")).unlink()
+    with pytest.raises(UserError, match="missing, so the weights are not complete"):
+        import_model(str(tmp_path / "theirs"), tmp_path / "c", say=quiet)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64))
+def test_other_precisions_become_fp32(tmp_path, dtype):
+    theirs = their_model().to(dtype)
+    ours = load_file(import_model(str(theirs_saved(tmp_path / "theirs", theirs)), tmp_path / "ours",
+                                  say=quiet) / "model.safetensors")
+    assert {w.dtype for w in ours.values()} == {torch.float32}
+    assert torch.equal(ours["wte.weight"], theirs.transformer.wte.weight.float())
+
+
+def test_padded_rows_are_cut(tmp_path):
+    said: list[str] = []
+    for tied in (True, False):
+        theirs = their_model(rows=320, tied=tied)
+        folder = theirs_saved(tmp_path / f"{tied}", theirs)
+        ours, _, _ = load_model(import_model(str(folder), tmp_path / f"o{tied}", say=said.append))
+        assert ours.config.vocab_size == 257 == ours.lm_head.weight.size(0)
+        logits = theirs(some_ids(12)).logits[..., :257]
+        torch.testing.assert_close(ours.eval()(some_ids(12)), logits, atol=1e-5, rtol=1e-5)
+    assert "vocabulary: 320 rows, cut to the 257 ids of the tokenizer" in said
+
+
+def test_what_is_left_out_takes_their_defaults(tmp_path):
+    folder, said = theirs_saved(tmp_path / "theirs"), []
+    values = json.loads((folder / "config.json").read_text())
+    defaults = GPT2Config().to_dict()
+    small = {k: v for k, v in values.items() if k == "model_type" or v != defaults.get(k)}
+    (folder / "config.json").write_text(json.dumps(small | {"attn_pdrop": 0.3}))
+    ours, _, _ = load_model(import_model(str(folder), tmp_path / "ours", say=said.append))
+    assert ours.config.dropout == 0.1
+    assert "dropout: 0.1, that of resid_pdrop; embd_pdrop and attn_pdrop are [0.1, 0.3]" in said
+    config = hf_weights.architecture(Path("c"), {"model_type": "gpt2"}, quiet)
+    assert config == replace(GPTConfig(), dropout=0.1, bias=True)
+    assert sum(torch.Size(s).numel() for s in hf_weights.theirs(config).values()) == 124_439_808
+
+
+def test_a_tokenizer_by_hand(tmp_path):
+    folder = theirs_saved(tmp_path / "theirs")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"vocab\.json is missing; .*--tokenizer=SPEC"):
+        import_model(str(folder), tmp_path / "ours", say=quiet)
+    assert main(["import", str(folder), f"--out_dir={tmp_path / 'ours'}", "--tokenizer=byte"]) == 0
+    assert load_model(tmp_path / "ours")[1]["hash"] == BYTE.hash
+    for spec in ("char", "bpe:300"):
+        with pytest.raises(UserError, match=f"--tokenizer={spec} is made from text"):
+            main(["import", str(folder), f"--tokenizer={spec}"])
+
+
+# ------------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize("changes, message", (
+    ({"model_type": "llama"}, "model_type is 'llama'"),
+    ({"model_type": "left out"}, "model_type is None"),
+    ({"activation_function": "relu"}, "activation_function is 'relu'"),
+    ({"activation_function": []}, r"activation_function is \[\]"),
+    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+    ({"n_inner": 63}, "n_inner is 63"),
+    ({"scale_attn_weights": False}, "scale_attn_weights is False"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ({"add_cross_attention": True}, "add_cross_attention is True"),
+    ({"n_head": 3}, "n_embd=16 is not a multiple of n_head=3"),
+    ({"n_embd": "16"}, "not the numbers of a model"),
+    ({"n_layer": True}, "not the numbers of a model"),
+    ({"n_layer": 10**9}, "n_layer is 1000000000, but there are weights of 2"),
+    ({"n_layer": 10**30}, "not the numbers of a model"),
+    ({"n_embd": 2**30, "n_head": 1}, r"is \(48,\), in the model of config.json \(3221225472,\)"),
+    ({"n_positions": -1}, "not the numbers of a model"),
+    ({"n_positions": 13}, r"wpe.weight is \(12, 16\), in the model of config.json \(13, 16\)"),
+    ({"vocab_size": 258}, r"wte.weight is \(257, 16\), in the model of config.json \(258, 16\)"),
+    ({"resid_pdrop": 1.0}, "dropout=1.0"),
+    ({"resid_pdrop": None}, "not the numbers of a model"),
+    ({"resid_pdrop": float("nan")}, "dropout=nan"),
+    ({"tie_word_embeddings": False}, "lm_head.weight is absent"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+), ids=range(23))
+def test_a_configuration_that_ours_cannot_be(tmp_path, changes, message):
+    folder = edit_config(theirs_saved(tmp_path / "theirs"), **changes)
+    with pytest.raises(UserError, match=message) as caught:
+        import_model(str(folder), tmp_path / "ours", say=quiet)
+    assert "\n" not in str(caught.value) and not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("change, message", (
+    (lambda t: t.pop("transformer.h.1.ln_2.bias"), r"h.1.ln_2.bias is absent, .* \(16,\)"),
+    (lambda t: t.update({"transformer.h.0.odd": torch.ones(3)}), r"h.0.odd is \(3,\), .* absent"),
+    (lambda t: t.update({"transformer.h.7.odd": torch.ones(3)}), "n_layer is 2, .* weights of 3"),
+    (lambda t: t.update({"score.weight": torch.ones(3)}), r"score.weight is \(3,\), .* absent"),
+    (lambda t: t.update({"ln_f.bias": torch.ones(16)}), "ln_f.bias is there twice"),
+    (lambda t: t.update({"transformer.ln_f.bias": torch.ones(16, dtype=torch.int32)}),
+     "transformer.ln_f.bias is of type I32"),
+    (lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.ones(64, 16)}),
+     r"h.0.mlp.c_fc.weight is \(64, 16\), in the model of config.json \(16, 64\)"),
+    (lambda t: t.update({"lm_head.weight": torch.ones(257, 16)}), "lm_head.weight is not wte"),
+), ids=range(8))
+def test_tensors_that_do_not_fit(tmp_path, change, message):
+    folder = edit_weights(theirs_saved(tmp_path / "theirs"), change)
+    with pytest.raises(UserError, match=message) as caught:
+        import_model(str(folder), tmp_path / "ours", say=quiet)
+    assert "\n" not in str(caught.value) and not (tmp_path / "ours").exists()
+
+
+def test_fewer_rows_than_ids(tmp_path):
+    folder = theirs_saved(tmp_path / "theirs", their_model(rows=256))
+    with pytest.raises(UserError, match="256 rows of vocabulary are fewer than the 257 ids"):
+        import_model(str(folder), tmp_path / "ours", say=quiet)
+
+
+def test_a_pickle_is_not_opened(tmp_path):
+    folder = theirs_saved(tmp_path / "theirs")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no model\.safetensors in it"):
+        import_model(str(folder), tmp_path / "ours", say=quiet)
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch PWNED'\ntR.")
+    with pytest.raises(UserError, match="is a pickle, and opening one can run code; .*convert it"):
+        import_model(str(folder), tmp_path / "ours", say=quiet)
+
+
+def links(folder: Path, name: str) -> None:
+    outside = folder.parent / f"outside-{name}"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+
+
+def write_index(folder: Path, name: object) -> None:
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte": name}}))
+
+
+def cut_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+@pytest.mark.parametrize("attack, message", (
+    (lambda f: links(f, "model.safetensors"), "a link out of"),
+    (lambda f: links(f, "config.json"), "a link out of"),
+    (lambda f: links(f, "tokenizer.json"), "a link out of"),
+    (lambda f: write_index(f, "../theirs/other.safetensors"), "no map of tensors to files of its"),
+    (lambda f: write_index(f, "/etc/passwd"), "no map of tensors"),
+    (lambda f: write_index(f, 7), "no map of tensors"),
+    (lambda f: write_index(f, ".."), "no map of tensors|a link out of|plain file"),
+    (lambda f: write_index(f, "gone.safetensors"), "missing, so the weights are not complete"),
+    (cut_weights, "damaged"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "damaged"),
+    (lambda f: (f / "config.json").write_text("[" * 100_000), "is not JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), "no object"),
+    (lambda f: os.truncate(f / "config.json", 65 << 20), "no plain file of at most 64 MiB"),
+    (lambda f: os.truncate(f / "tokenizer.json", 65 << 20), "no plain file of at most 64 MiB"),
+    (lambda f: (f / "config.json").unlink() or os.mkfifo(f / "config.json"), "a plain file"),
+    (lambda f: (f / "config.json").unlink(), "no config.json; expected a folder of Hugging Face's"),
+), ids=range(16))
+def test_hostile_folders(tmp_path, attack, message):
+    folder = theirs_saved(tmp_path / "theirs")
+    attack(folder)
+    with pytest.raises((UserError, DataError), match=message) as caught:
+        import_model(str(folder), tmp_path / "ours", say=quiet)
+    assert "\n" not in str(caught.value) and not (tmp_path / "ours").exists()
+
+
+def test_only_imported_weights_are_replaced(tmp_path):
+    folder, out = theirs_saved(tmp_path / "theirs"), tmp_path / "ours"
+    import_model(str(folder), out, say=quiet)
+    with pytest.raises(UserError, match="has imported weights already; --overwrite replaces them"):
+        import_model(str(folder), out, say=quiet)
+    import_model(str(folder), out, overwrite=True, say=quiet)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds something else"):
+        import_model(str(folder), tmp_path / "mine", overwrite=True, say=quiet)
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+# ------------------------------------------------------------------------------------------ the hub
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """cache(repo) lays a small model into a hub cache, as huggingface_hub does; no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def lay(repo: str) -> Path:
+        root, revision = tmp_path / "hub" / f"models--{repo.replace('/', '--')}", "5a" * 20
+        plain = theirs_saved(tmp_path / "plain")
+        snapshot = root / "snapshots" / revision
+        for folder in (root / "blobs", root / "refs", snapshot):
+            folder.mkdir(parents=True)
+        (root / "refs" / "main").write_text(revision)
+        for file in plain.iterdir():
+            blob = root / "blobs" / checkpoint.digest(file)
+            file.rename(blob)
+            (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+        return tmp_path / "hub"
+
+    return lay
+
+
+@pytest.mark.parametrize("repo, name", (
+    ("openai-community/gpt2", "gpt2"), ("gpt2", "gpt2"), ("gpt2-medium", "gpt2-medium"),
+    ("some-one/a.model", "some-one/a.model")))
+def test_a_name_of_the_hub_from_its_cache(tmp_path, cache, monkeypatch, capsys, repo, name):
+    cache(repo)
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()  # a folder is ./gpt2
+    assert main(["import", name]) == 0
+    folder = tmp_path / "out" / name.rpartition("/")[2]
+    _, _, state = load_model(folder)
+    assert state["imported"] == {"from": name, "revision": "5a" * 20}
+    assert f"next: python sample.py --out_dir={folder}" in capsys.readouterr().out
+
+
+def test_a_link_of_the_cache_may_not_leave_it(tmp_path, cache):
+    cache("gpt2")
+    config = next(tmp_path.glob("hub/*/snapshots/*/config.json"))
+    config.resolve().rename(tmp_path / "config.json")
+    config.unlink()
+    config.symlink_to(tmp_path / "config.json")
+    with pytest.raises(UserError, match="a link out of"):
+        import_model("gpt2", tmp_path / "ours", say=quiet)
+
+
+def test_init_from_gpt2_imports_once(tmp_path, cache, monkeypatch):
+    said: list[str] = []
+    cache("openai-community/gpt2")
+    folder = pretrained("gpt2", said.append)
+    assert folder == tmp_path / "out" / "gpt2" and len(said) == 1 and load_model(folder)
+    monkeypatch.setattr(hf, "locate", None)
+    assert pretrained("gpt2", said.append) == folder and len(said) == 1
+    for text in ("scratch", "auto", "gpt3", str(tmp_path), "openai-community/gpt2"):
+        assert pretrained(text, said.append) is None
+
+
+@pytest.mark.parametrize("name", ("gpt2", "nobody/nothing", "nothing"))
+def test_a_name_that_is_not_to_be_had(tmp_path, cache, name):
+    with pytest.raises(UserError, match=f"{name}: neither a folder nor to be had from huggingf"):
+        import_model(name, tmp_path / "ours", say=quiet)
+
+
+@pytest.mark.parametrize("name", ("no/such/folder", "./gone", "..", "/gone", "-x", "a b", ""))
+def test_what_is_no_name_at_all(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no such folder, and no name of the hub|no config.json"):
+        import_model(name, tmp_path / "ours", say=quiet)
+
+
+# ------------------------------------------------------------------------------------------- export
+
+
+def test_what_an_export_holds(tmp_path):
+    ours = our_model(tied=False, gelu="erf")
+    said: list[str] = []
+    export = export_run(str(ours_saved(tmp_path / "ours", ours)), tmp_path / "a" / "b", None, False,
+                        said.append)
+    assert {p.name for p in export.iterdir()} == hf_export.WRITTEN
+    assert [p.name for p in export.parent.iterdir()] == ["b"]
+    config = json.loads((export / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"], config["bos_token_id"]) == (257, 256, 256)
+    assert config["activation_function"] == "gelu" and not config["tie_word_embeddings"]
+    assert "read back by transformers, its logits differ by" in said[0]
+    assert float(said[0].split("differ by ")[1].split()[0]) < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    ids = tokenizer("héllo", return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(export)
+    out = model.generate(**ids, max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(out[0]).startswith("héllo") and out.shape == (1, 10)
+
+
+def test_the_card_tells_of_the_training(tmp_path):
+    settings = {"dataset": "/home/somebody/secret/my|text.txt", "learning_rate": 3e-4, "seed": 7,
+                "batch_size": 12, "optimizer": "adamw", "max_iters": 2000}
+    ours_saved(tmp_path / "run", our_model(), step=1500, tokens=1_234_567, val_loss=1.23456,
+               val_bpb=2.5, run={"settings": settings, "dataset_hash": "0" * 64})
+    text = (export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+            / "README.md").read_text()
+    for row in ("| dataset | my&#124;text.txt |", "| updates | 1,500 |", "| batch_size | 12 |",
+                "| tokens seen | 1,234,567 |", "| validation loss | 1.2346 |",
+                "| validation bits per byte | 2.5 |", "| learning_rate | 0.0003 |",
+                "| optimizer | adamw |", "| tokenizer | byte |", "AutoModelForCausalLM",
+                "take these characters in a text for the special token"):
+        assert row in text, row
+    assert "somebody" not in text and text.startswith("---\nlibrary_name: transformers\n")
+
+
+@pytest.mark.parametrize("run", ({"settings": 7}, [], None, {"settings": {"dataset": {}}}))
+def test_a_card_of_a_state_from_elsewhere(tmp_path, run):
+    ours_saved(tmp_path / "run", our_model(), step=1, tokens="<b>many\n\n# x", val_loss=[1],
+               run=run)
+    text = (export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+            / "README.md").read_text()
+    assert "| tokens seen | &#60;b&#62;many&#10;&#10;&#35; x |" in text
+
+
+def test_a_model_of_chats_gets_their_template(tmp_path):
+    chats = [{"messages": [{"role": "user", "content": f"What is {i}?"},
+                           {"role": "assistant", "content": f"It is {i}, {{{{ x }}}}."}]}
+             for i in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    data = Dataset(prepare([str(tmp_path / "chats.jsonl")], "chats", "byte", say=quiet))
+    ours_saved(tmp_path / "run", our_model(), step=1, tokens=1,
+               run={"settings": {"dataset": "chats"}, "dataset_hash": data.hash})
+    export = export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+    ids = AutoTokenizer.from_pretrained(export).apply_chat_template(
+        chats[7]["messages"], return_dict=False)
+    assert ids == encode_chat(json.dumps(chats[7]), BYTE)[0].tolist()
+    card = (export / "README.md").read_text()
+    assert "apply_chat_template" in card and "| training documents |" in card
+    plain = export_run(str(ours_saved(tmp_path / "p", our_model())), tmp_path / "f", None, False,
+                       quiet)
+    assert AutoTokenizer.from_pretrained(plain).chat_template is None
+
+
+@pytest.mark.parametrize("logn", ("fixed", "clipped", "learned"))
+def test_log_n_attention_has_no_word_there(tmp_path, logn):
+    ours_saved(tmp_path / "run", our_model(attn_logn=logn))
+    with pytest.raises(UserError, match=f"multiplies its queries by log n .attn_logn={logn}") as e:
+        export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+    assert "\n" not in str(e.value) and not (tmp_path / "e").exists()
+
+
+def test_only_an_export_is_replaced(tmp_path):
+    run = str(ours_saved(tmp_path / "run", our_model()))
+    export = tmp_path / "e"
+    export_run(run, export, None, False, quiet)
+    before = checkpoint.digest(export / "model.safetensors")
+    with pytest.raises(UserError, match="is there already; --overwrite replaces an export"):
+        export_run(run, export, None, False, quiet)
+    run = str(ours_saved(tmp_path / "run", our_model(n_layer=1)))
+    replaced = partial(export_run, run, step=None, overwrite=True, say=quiet)
+    replaced(export)
+    assert checkpoint.digest(export / "model.safetensors") != before
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".tmp")) == []
+    (export / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds thesis\.txt, which is of no export"):
+        replaced(export)
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "run"):
+        with pytest.raises(UserError, match="is there already|is of no export"):
+            replaced(place)
+    assert (tmp_path / "file").read_text() == "mine" and load_model(tmp_path / "run")
+
+
+def test_a_wrong_export_is_noticed_and_nothing_is_left(tmp_path, monkeypatch):
+    run = ours_saved(tmp_path / "run", our_model())
+    export_run(str(run), tmp_path / "e", None, False, quiet)
+    before = checkpoint.digest(tmp_path / "e" / "model.safetensors")
+    stored = hf_weights.stored
+
+    def broken(model: GPT) -> dict:
+        tensors = stored(model)
+        name = "transformer.h.1.attn.c_proj.weight"  # square, so its shape tells nothing
+        return tensors | {name: tensors[name].T.contiguous()}
+
+    monkeypatch.setattr(hf_weights, "stored", broken)
+    for transformers in (True, False):
+        if not transformers:
+            monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(RuntimeError, match="the logits of .* differ by"):
+            export_run(str(run), tmp_path / "e", None, True, quiet)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "e", "run"] or not (
+            [p for p in tmp_path.iterdir() if p.name.startswith(".tmp")])
+        assert checkpoint.digest(tmp_path / "e" / "model.safetensors") == before
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_without_transformers_this_model_reads_it_back(tmp_path, monkeypatch, shape):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said: list[str] = []
+    export_run(str(ours_saved(tmp_path / "run", our_model(*shape))), tmp_path / "e", None, False,
+               said.append)
+    assert "transformers is not installed" in said[0] and "differ by 0.0e+00" in said[0]
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    def full(*args, **options):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(hf_export, "save_file", full)
+    ours_saved(tmp_path / "run", our_model())
+    with pytest.raises(UserError, match=r"model\.safetensors: could not be written: No space"):
+        export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+    assert not [p for p in tmp_path.iterdir() if "e" in p.name.removeprefix(".tmp-")[:1]]
+
+
+def test_of_a_run_the_best_or_a_step(tmp_path, save):
+    run = tmp_path / "run"
+    models = {step: our_model(n_layer=1, n_embd=8 * step) for step in (1, 2)}
+    for step, model in models.items():
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        run.mkdir(exist_ok=True)
+        checkpoint.save(run, model.config, weights, {"a": torch.ones(1)}, BYTE.to_json(),
+                        {"step": step, "best_step": 1, "tokens": step}, 9)
+    for step, width in ((None, 8), (2, 16)):
+        export = export_run(str(run), tmp_path / f"e{step}", step, False, quiet)
+        assert json.loads((export / "config.json").read_text())["n_embd"] == width
+    with pytest.raises(UserError, match="no checkpoint for --step=3; steps there: 1, 2"):
+        export_run(str(run), tmp_path / "e", 3, False, quiet)
+    with pytest.raises(UserError, match="no such folder"):
+        export_run(str(tmp_path / "gone"), tmp_path / "e", None, False, quiet)
+
+
+# ------------------------------------------------------------------------------------- the commands
+
+
+@pytest.mark.parametrize("arguments, hint", (
+    ([], "command"), (["imprt", "gpt2"], "imprt"), (["import"], "NAME"), (["export", "a"], "DIR"),
+    (["import", "gpt2", "--outdir=x"], "did you mean --out_dir"),
+    (["export", "a", "b", "--step=x"], "--step")))
+def test_a_mistake_is_one_line(capsys, arguments, hint):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1 and hint in error
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    heavy = {"huggingface_hub", "tokenizers", "transformers", "lm_eval", "tiktoken", "datasets"}
+    for name in ("hf", "hf_weights", "hf_tokenizer", "hf_export"):
+        tree = ast.parse((CLONE / "kit" / f"{name}.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [
+                node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not heavy & {n.split(".")[0] for n in names}, name
+
+
+@pytest.mark.slow
+def test_the_commands_in_processes_of_their_own(tmp_path, cache):
+    hub = cache("openai-community/gpt2")
+    env = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1",
+                        "BONSAI_OUT": str(tmp_path / "out")}
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-m", "kit.hf", *words], cwd=CLONE, env=env,
+                              capture_output=True, text=True)
+
+    done = run("import", "gpt2")
+    assert done.returncode == 0 and "written to" in done.stdout, done.stderr
+    done = run("export", str(tmp_path / "out" / "gpt2"), str(tmp_path / "e"))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert from_json(json.loads((tmp_path / "out/gpt2/tokenizer.json").read_text())).eot == 256
+    done = run("import", "gpt2-xl")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.slow
+def test_lm_eval_measures_the_same_bits_per_byte(tmp_path):
+    """EleutherAI's harness on an export and a local text, offline."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
+    text = "To be, or not to be: thát is the question.\n" * 11
+    text = text.encode()[: 12 * 40].decode()  # whole windows; lm_eval gives a last one more context
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
+    (tmp_path / "task.yaml").write_text(
+        f"task: my_text\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+        f"{tmp_path / 'text.jsonl'}\ntest_split: test\noutput_type: loglikelihood_rolling\n"
+        'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list:\n  - metric: bits_per_byte\n')
+    ours = our_model()
+    export = export_run(str(ours_saved(tmp_path / "run", ours)), tmp_path / "e", None, False, quiet)
+    env = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1",
+                        "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
+         f"pretrained={export},dtype=float32", "--tasks", "my_text", "--include_path",
+         str(tmp_path), "--device", "cpu", "--batch_size", "8", "--output_path",
+         str(tmp_path / "results")],
+        env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(next((tmp_path / "results").rglob("*.json")).read_text())["results"]
+    ids = torch.tensor([BYTE.eot, *BYTE.encode(text)])
+    with torch.no_grad():
+        loss, n = ours(ids[:-1].view(-1, 12), ids[1:].view(-1, 12))
+    expected = loss.item() / n.item() / math.log(2)  # a byte is a token
+    assert results["my_text"]["bits_per_byte,none"] == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,180 @@
+"""Starting from weights: frozen parts, slower layers, a wider or narrower window."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from kit import positions
+from kit.errors import UserError
+from kit.files import read_json
+from kit.finding import find_checkpoint
+from kit.loading import load_model
+
+CONFIG = """
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 16
+batch_size = 4
+gradient_accumulation_steps = 2
+max_iters = 8
+warmup_iters = 1
+eval_interval = 8
+learning_rate = 1e-2
+min_lr = 1e-3
+dtype = "float32"
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(out, *flags) trains on a text of bytes; returns the run folder."""
+    monkeypatch.setenv("BONSAI_OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("BONSAI_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr("os.fsync", lambda fd: None)
+    text, config = tmp_path / "text.txt", tmp_path / "test.py"
+    text.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
+    config.write_text(CONFIG)
+
+    def go(out: str, *flags: str) -> Path:
+        source = any(f.startswith("--init_from=") for f in flags)
+        more = [] if source else ["--tokenizer=byte"]
+        start = [str(config), f"--dataset={text}"] if "--init_from=resume" not in flags else []
+        code = train.main([*start, f"--out_dir={tmp_path / out}", *more, *flags])
+        assert code == 0
+        return tmp_path / out
+
+    return go
+
+
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(find_checkpoint(path) / "model.safetensors")
+
+
+def losses(path: Path) -> list[float]:
+    rows = map(json.loads, (path / "log.jsonl").read_text().splitlines())
+    return [r["loss"] for r in rows if "loss" in r]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_frozen_parts_stay_as_the_weights_have_them(run, capsys, optimizer):
+    base = run("base")
+    path = run("tuned", f"--init_from={base}", "--freeze=wte h.0", f"--optimizer={optimizer}")
+    before, after = weights(base), weights(path)
+    for name in before:
+        frozen = name.startswith(("wte.", "h.0."))
+        assert torch.equal(before[name], after[name]) == frozen, name
+    still = sum(w.numel() for n, w in before.items() if n.startswith(("wte.", "h.0.")))
+    assert f"({still:,} of them frozen)" in capsys.readouterr().out
+    state = load_file(find_checkpoint(path) / "optimizer.safetensors")
+    assert not any(name.startswith(("wte.", "h.0.")) for name in state)
+
+
+def test_a_run_with_frozen_parts_goes_on_bit_for_bit(run, monkeypatch):
+    base, tuned = run("base"), ["--freeze=wpe h.1.mlp", "--layer_lr_decay=0.7", "--dropout=0.1"]
+    whole = run("whole", f"--init_from={base}", *tuned)
+    run("parts", f"--init_from={base}", *tuned, "--max_iters=4", "--eval_interval=4",
+        "--lr_decay_iters=8")
+    run("parts", "--init_from=resume", "--max_iters=8")  # all else as it was, the text too
+    ours, theirs = weights(whole), weights(run_path(whole, "parts"))
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+    with pytest.raises(UserError, match="cannot change from freeze=wpe h.1.mlp to freeze=wpe"):
+        run("parts", "--init_from=resume", "--freeze=wpe", "--max_iters=9")
+
+
+def run_path(other: Path, name: str) -> Path:
+    return other.parent / name
+
+
+def test_slower_layers_move_less(run):
+    base = run("base")
+    moved = {}
+    for decay in (1.0, 0.1):
+        path = run(f"decay{decay}", f"--init_from={base}", f"--layer_lr_decay={decay}",
+                   "--weight_decay=0")
+        before, after = weights(base), weights(path)
+        moved[decay] = {n: float((after[n] - before[n]).norm()) for n in before}
+    for name in ("wte.weight", "wpe.weight"):
+        assert moved[0.1][name] < 0.02 * moved[1.0][name]
+    assert 0.02 < moved[0.1]["h.0.mlp.c_fc.weight"] / moved[1.0]["h.0.mlp.c_fc.weight"] < 0.1
+    assert moved[0.1]["ln_f.weight"] > 0.3 * moved[1.0]["ln_f.weight"]
+
+
+@pytest.mark.parametrize("how", ["interpolate", "hierarchical", "copy"])
+def test_a_wider_window_is_an_act(run, how, capsys):
+    base = run("base", "--max_iters=60", "--eval_interval=60")
+    with pytest.raises(UserError, match="--extend_positions=interpolate, hierarchical or copy"):
+        run("wider", f"--init_from={base}", "--block_size=40")
+    path = run("wider", f"--init_from={base}", "--block_size=40", f"--extend_positions={how}")
+    assert losses(path)[0] < 5.5 - 1  # far below ln(257): it did not forget its words
+    model = load_model(find_checkpoint(path))[0]
+    assert model.config.block_size == 40
+    run("frozen", f"--init_from={base}", "--block_size=40", f"--extend_positions={how}",
+        "--freeze=wpe")
+    expected = positions.resize(weights(base)["wpe.weight"], 40, how)
+    assert torch.equal(weights(run_path(base, "frozen"))["wpe.weight"], expected)
+    again = run("wider", "--init_from=resume", "--max_iters=9")
+    assert len(losses(again)) == 9  # a run that goes on has its positions already
+
+
+def test_a_wider_model_is_evaluated_as_it_would_start(run, capsys):
+    base = run("base")
+    flags = [f"--init_from={base}", "--block_size=40", "--extend_positions=copy"]
+    capsys.readouterr()
+    run("none", *flags, "--eval_only=True")
+    said = capsys.readouterr().out
+    run("none", f"--init_from={base}", "--block_size=16", "--eval_only=True")
+    assert "validation loss" in said and said.split("validation")[-1] != \
+        capsys.readouterr().out.split("validation")[-1]
+    assert not (base.parent / "none").exists()
+
+
+def test_a_smaller_context_takes_the_first_positions(run):
+    base = run("base")
+    path = run("smaller", f"--init_from={base}", "--block_size=8", "--freeze=wpe")
+    assert torch.equal(weights(path)["wpe.weight"], weights(base)["wpe.weight"][:8])
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--extend_positions=copy"], "extend_positions=copy: needs weights to start from"),
+    (["--init_from=BASE", "--extend_positions=copy"], "larger --block_size than that, not 16"),
+    (["--init_from=BASE", "--extend_positions=copy", "--block_size=8"], "not 8"),
+    (["--init_from=BASE", "--extend_positions=hierarchical", "--block_size=300"], "16 x 16 = 256"),
+    (["--init_from=BASE", "--gelu=erf"], "gelu=erf, but the weights of"),
+    (["--init_from=BASE", "--freeze=wpx"], "freeze=wpx: no parameter"),
+    (["--layer_lr_decay=0"], "layer_lr_decay=0"), (["--layer_lr_decay=1.5"], "layer_lr_decay=1.5"),
+])
+def test_what_cannot_be_is_refused(run, flags, words):
+    base = run("base", "--max_iters=2") if "BASE" in str(flags) else Path()
+    with pytest.raises(UserError, match=words) as error:
+        run("other", *(f.replace("BASE", str(base)) for f in flags))
+    assert len(str(error.value).splitlines()) == 1
+    assert not (base.parent / "other" / "ckpt").exists()
+
+
+@pytest.mark.parametrize("base_flag, expected", [("", 16), ("--logn_base=9", 9)])
+def test_clipped_log_n_remembers_the_context_it_was_trained_with(run, base_flag, expected):
+    base = run("base", "--attn_logn=clipped", *([base_flag] if base_flag else []))
+    path = run("wider", f"--init_from={base}", "--block_size=40", "--extend_positions=interpolate")
+    assert read_json(find_checkpoint(path) / "model.json")["logn_base"] == expected
+
+
+def test_erf_gelu_is_another_model(run):
+    tanh, erf = run("tanh"), run("erf", "--gelu=erf")
+    assert losses(tanh) != losses(erf)
+    assert losses(tanh) == pytest.approx(losses(erf), abs=0.02)
+    assert load_model(find_checkpoint(erf))[0].config.gelu == "erf"

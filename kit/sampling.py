@@ -9,37 +9,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 32  # ids that `likeliest` judges by their largest logit
+from kit.topk import likeliest
+
+WIDE = 64  # ids of a block that `draw_from_all` adds up
 MAX = torch.finfo(torch.float32).max
 
 
-def largest(values: Tensor, ids: Tensor, k: int) -> Tensor:
-    """Values (B, N) in fp32 of ids (N,) or (B, N) -> the ids (B, k) of the k largest, in order.
+def draw_from_all(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
+    """Logits (B, V) in fp32 on the CPU, uniform numbers u (B, 1) in [0, 1) -> ids (B,).
 
-    Of equal values the lower id comes first. topk alone breaks ties as it likes, so it gets
-    integers that are all different: the value in the upper 32 bits, minus the id in the lower.
+    By the inverse of the cumulative distribution: first the block of neighbours, then the id in it.
+    Probabilities are in fp32, as all of them in double precision take longer than a small model;
+    their sums are in double precision.
     """
-    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 the same as 0.0
-    rank = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the values
-    keys = (rank.long() << 32) - ids
-    return -keys.topk(k).values & 0xFFFFFFFF
+    if temperature < 0.01:  # dividing large numbers would make close ones equal
+        logits = logits - logits.amax(-1, keepdim=True)
+    colder = logits if temperature == 1 else logits / temperature
+    p, tail = torch.softmax(colder, -1), -logits.size(-1) % WIDE
+    p = F.pad(p, (0, tail)) if tail else p
+    p = p.view(len(p), -1, WIDE)  # (B, blocks, WIDE)
+    mass = p.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = u * mass[:, -1:]
+    block = place(mass, target)
+    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = p[torch.arange(len(p)), block[:, 0]].double().cumsum(-1)  # (B, WIDE)
+    return (block * WIDE + place(inside, target - before))[:, 0]
 
 
-def likeliest(logits: Tensor, k: int) -> Tensor:
-    """Logits (B, V) in fp32 -> the ids (B, k) of the k largest, the largest and lowest id first.
+def place(mass: Tensor, target: Tensor) -> Tensor:
+    """Cumulative mass (B, N), targets (B, 1) -> the first index (B, 1) whose mass exceeds it.
 
-    Blocks of neighbouring ids compare like the first of their best ids do. So the k best ids lie
-    in the k best blocks, or behind the last whole one, and nothing else has to be looked through.
+    At most the last one that adds to it, whatever was rounded: what weighs nothing is never drawn.
     """
-    V, device = logits.size(-1), logits.device
-    if 2 * k * BLOCK > V:  # nothing gained
-        return largest(logits, torch.arange(V, device=device), k)
-    rest = torch.arange(V // BLOCK * BLOCK, V, device=device).expand(len(logits), -1)
-    best = logits[:, : V - rest.size(1)].unflatten(-1, (-1, BLOCK)).amax(-1)  # (B, blocks)
-    blocks = largest(best, torch.arange(best.size(1), device=device), k)
-    ids = blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=device)  # (B, k, BLOCK)
-    ids = torch.cat([ids.flatten(1), rest], dim=1)
-    return largest(logits.gather(1, ids), ids, k)
+    last = (mass < mass[:, -1:]).sum(-1, keepdim=True)
+    return torch.searchsorted(mass, target, right=True).minimum(last)
 
 
 class Choice(NamedTuple):
@@ -58,6 +61,19 @@ def choices(logits: Tensor, ids: Tensor, n: int) -> list[Choice]:
     return [Choice(p, list(zip(ids, values, strict=True))) for p, ids, values in rows]
 
 
+class Uniform:
+    """Uniform numbers in [0, 1) in double precision, of one seed; fetched many at a time."""
+
+    def __init__(self, seed: int):
+        self.generator, self.ahead = torch.Generator().manual_seed(seed), []
+
+    def __call__(self) -> float:
+        if not self.ahead:
+            many = torch.rand(64, generator=self.generator, dtype=torch.float64)
+            self.ahead = many.flip(0).tolist()
+        return self.ahead.pop()
+
+
 class Sampler:
     """Chooses next tokens: logits (B, V) -> ids (B,). Each row draws from a generator of its own.
 
@@ -66,18 +82,20 @@ class Sampler:
     arXiv 1904.09751), of these the ones with at least min_p of the likeliest's probability (arXiv
     2407.01082). A row's ids depend on its seed and its logits, not on the batch or the device.
 
-    seeds: one a row. prompts: the ids that each row has read, needed for a repetition_penalty.
+    seeds: one a row, or a Uniform that goes on. prompts: the ids that each row has read, needed
+    for a repetition_penalty.
     logprobs: note in `chosen` what the model itself thought of the tokens of the last call, and
     of this many likeliest ones.
     """
 
-    def __init__(self, seeds: Sequence[int], *, temperature: float = 1.0, top_k: int | None = None,
-                 top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
-                 prompts: Sequence[Sequence[int]] = (), logprobs: int | None = None):
+    def __init__(self, seeds: Sequence[int | Uniform], *, temperature: float = 1.0,
+                 top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0,
+                 repetition_penalty: float = 1.0, prompts: Sequence[Sequence[int]] = (),
+                 logprobs: int | None = None):
         if repetition_penalty != 1 and (len(prompts) != len(seeds) or not all(map(len, prompts))):
             raise ValueError("repetition_penalty: needs the ids that each row has read, "
                              f"{len(seeds)} prompts, none empty; {len(prompts)} given")
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.generators = [seed if isinstance(seed, Uniform) else Uniform(seed) for seed in seeds]
         self.temperature, self.top_k = temperature, top_k
         self.top_p = max(top_p, 1e-300)  # the likeliest stays even for 0
         self.min_p = min(min_p, 1.0)
@@ -109,9 +127,9 @@ class Sampler:
         if self.temperature == 0:
             ids = scores.argmax(-1)  # the first of equal ones
         else:
-            u = torch.stack([torch.rand(1, generator=g, dtype=torch.float64)
-                             for g in self.generators])
-            n = len(logits) if self.top_k else 1  # all V of many rows overflow a CPU's cache
+            u = torch.tensor([[draw()] for draw in self.generators], dtype=torch.float64)
+            # all V of many rows overflow a CPU's cache: so many that 2**18 numbers meet
+            n = len(logits) if self.top_k else max(1, 2**18 // logits.size(-1))
             parts = zip(scores.split(n), u.split(n), strict=True)
             ids = torch.cat([self.draw(*part) for part in parts])
         if self.read is not None:
@@ -131,10 +149,11 @@ class Sampler:
 
     def draw(self, logits: Tensor, u: Tensor) -> Tensor:
         """Logits (B, V), uniform numbers (B, 1) in [0, 1) -> ids (B,)."""
+        if not self.top_k and self.top_p == 1 and not self.min_p and self.temperature > 1e-30:
+            return draw_from_all(logits.cpu(), self.temperature, u).to(logits.device)
         weights, ids = self.weigh(logits)
         mass = weights.cumsum(-1)
-        # the first whose mass exceeds u * total: what weighs nothing cannot be that
-        drawn = torch.searchsorted(mass, u * mass[:, -1:], right=True)
+        drawn = place(mass, u * mass[:, -1:])
         return ids.gather(1, drawn.to(ids.device))[:, 0]
 
     def weigh(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer, CharTokenizer
-from kit.sampling import BLOCK, Sampler, TextStream, likeliest, start_ids
+from kit.sampling import Sampler, TextStream, start_ids
+from kit.topk import BLOCK, likeliest
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow])

@@ -12,15 +12,14 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from data import DataError
 from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
+from kit.checkpoint import trained_with
 from kit.device import choose_device
 from kit.errors import UserError, plain, run
-from kit.files import read_json
 from kit.finding import find_checkpoint, find_run, same_tokenizer
 from kit.loading import load_model
 from kit.lookup import MOST
@@ -136,24 +135,19 @@ def prepare_model(s: SampleSettings) -> tuple[GPT, Tokenizer]:
     loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \
         if known.val_loss else ""
     note(f"{folder}: step {known.step}, {loss}{model.num_params():,} parameters, "
-         f"{place(model, device, s, note, partial(quick_loss, model, folder, tokenizer))} "
+         f"{place(model, device, s, note, partial(quick_loss, model, state, tokenizer))} "
          f"on {device}")
     return model, tokenizer
 
 
-def quick_loss(model: GPT, folder: Path, tokenizer: Tokenizer) -> float | None:
+def quick_loss(model: GPT, state: dict[str, Any], tokenizer: Tokenizer) -> float | None:
     """The loss on some windows of the validation split that a run had, if it is here; seconds."""
-    from data.dataset import Dataset
-    from data.sources import data_root
+    from data.dataset import of_run
     from kit.evaluate import eval_batches, evaluate
 
-    try:
-        name = read_json(folder.parent.parent / "config.json")["settings"]["dataset"]
-        at = [p for p in (data_root() / name, Path(name)) if (p / "dataset.json").is_file()]
-        data = Dataset(at[0])
-    except (DataError, UserError, OSError, KeyError, IndexError, TypeError):
-        return None
-    if data.tokenizer.hash != tokenizer.hash:
+    _, name, hash = trained_with(state)
+    data = of_run(hash, name, tokenizer)
+    if data is None:
         return None
     size = model.config.block_size
     iters = min(32, 1 + int(2e8 / model.num_params()))  # of 1024 tokens

@@ -110,7 +110,8 @@ class TrainSettings:
                           "log_interval")
         at_least(self, 0, "seed warmup_iters patience eval_iters weight_decay grad_clip min_lr")
         in_range(self, 0, math.inf, "learning_rate muon_lr init_std")
-        in_range(self, 0, 1 + 1e-9, "layer_lr_decay")
+        if not 0 < self.layer_lr_decay <= 1:
+            raise UserError(f"layer_lr_decay={self.layer_lr_decay}: must be above 0, at most 1")
         in_range(self, 0, 1e7, "timeout")
         if not (self.skip_spikes == 0 or self.skip_spikes > 1):
             raise UserError(f"skip_spikes={self.skip_spikes}: must be 0 or above 1; inf skips only "
@@ -173,12 +174,11 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
     source, tokenizer = hf.pretrained(s.init_from, say), s.tokenizer
     source = source or finding.find_source(s.init_from)
     finding.adopt_architecture(s, given, source)
-    for_source = source and tokenizer is None and prepares_for(s.dataset, finding.spec_of(source))
-    if for_source:
-        tokenizer = str(source / "tokenizer.json")
+    theirs = source / "tokenizer.json" if source and tokenizer is None else None
+    if theirs and prepares_for(s.dataset, theirs):
+        tokenizer = str(theirs)
+        s.dataset = resolve(s.dataset, tokenizer, say).name  # so it goes on without the source
     folder = resolve(s.dataset, tokenizer, say)
-    if for_source:
-        s.dataset = folder.name  # what the run goes on with, which has no source any more
     data = Dataset(folder, tokenizer, s.align, s.long_samples, s.verify)
     for split in (data.train, data.val):
         split.require(s.block_size)
@@ -186,6 +186,8 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
             say(split.report(s.block_size, s.batch_size))
     if source:
         finding.same_tokenizer(source, data.tokenizer)
+    with torch.device("meta"):  # told before the run begins
+        optimizer.freeze(GPT(s.model_config(data.vocab_size)), s.freeze)
     return source, data
 
 
@@ -231,7 +233,7 @@ class Trainer:
             p.worse = 0
         p.finished = p.last_eval == p.step and self.is_finished()
         tensors = loading.load_tensors(folder / "optimizer.safetensors") if folder else {}
-        optimizer.load_optimizer_tensors(
+        optimizer.load_state(
             self.optimizers, self.model, self.ranks.spread(tensors))
         if state.get("scaler"):  # not where the run had another dtype
             self.scaler.load_state_dict(state["scaler"])
@@ -377,7 +379,7 @@ class Trainer:
         with self.progress.timed("saving"):
             self.writer.wait()  # one copy at a time
             weights = self.ranks.snapshot(dict(self.model.named_parameters()))
-            state_of = optimizer.optimizer_tensors(self.optimizers, self.model)
+            state_of = optimizer.state_tensors(self.optimizers, self.model)
             moments = self.ranks.snapshot(state_of)
             self.saved = (self.progress.step, self.progress.finished)
             if not self.ranks.main:

@@ -1,6 +1,7 @@
 """A dataset, opened: `Dataset(folder).train.rows(...)` is all that a training loop needs."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 from data import DataError, canonical_hash, read_json
 from data.instruct import Samples
 from data.shards import Shards, Split, check_header
-from data.tokenizer import from_json, make_tokenizer
+from data.sources import data_root
+from data.tokenizer import Tokenizer, from_json, make_tokenizer
 
 FORMAT = 1  # of dataset.json
 SPLITS = ("train", "val")
@@ -72,6 +74,11 @@ class Dataset:
         lengths[list(self.tokenizer.special.values())] = 0
         return lengths
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether these are chats, not texts nor prompts with their completions."""
+        return self.kind == "instruct" and self.train.are_chats(self.tokenizer)
+
     def _open_prepared(self) -> None:
         self.meta = read_json(self.folder / "dataset.json")
         if (version := self.meta.get("format")) != FORMAT:
@@ -132,3 +139,28 @@ class Dataset:
         """Read every byte: DataError unless hashes are as recorded and ids in the vocabulary."""
         for shards, recorded in self._opened:
             shards.verify(recorded)
+
+
+def prepared(hash: str | None, name: str | None = None) -> Path | None:
+    """The folder of a prepared data set of this hash: that of the name, else any in data_root().
+
+    None if it is not here, or is another by now. A run of --dataset=my.jsonl has that as its name.
+    """
+    root = data_root()
+    named = [root / name, Path(name)] if name else []
+    for folder in [*named, *sorted(root.glob("[!.]*"))] if hash else ():
+        with suppress(DataError, OSError):
+            path = folder / "dataset.json"
+            if path.is_file() and canonical_hash(read_json(path)) == hash:
+                return folder
+    return None
+
+
+def of_run(hash: str | None, name: str | None, tokenizer: Tokenizer) -> Dataset | None:
+    """`prepared`, opened; None also if it is damaged or of another tokenizer."""
+    folder = prepared(hash, name)
+    try:
+        data = Dataset(folder) if folder else None
+    except (DataError, OSError):
+        return None
+    return data if data and data.tokenizer.hash == tokenizer.hash else None

@@ -18,7 +18,14 @@ import numpy as np
 from data import DataError
 from data.order import epoch_order
 from data.shards import Shards, Split
+from data.tokenizer import EOT
 
+# A chat in text that is as below in tokens, for libraries that read EOT in it as the separator
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ 'EOT' + message['role'] + '\\n' + message['content'] }}"
+    "{% endfor %}{{ 'EOT' }}"
+    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}").replace("EOT", EOT)
 CHUNK = 2048  # rows of an epoch that are sorted by length, and
 GROUP = 64  # neighbours among them that stay together: rows of similar length without a rhythm
 _SCAN = 1 << 20  # entries of a mask read at once
@@ -139,8 +146,14 @@ class Samples:
         return self._left[block_size]
 
     def prompt(self, i: int) -> list[int]:
-        """What a sample has before its first target."""
-        return self.tokens.read(int(self.starts[i]), int(self._first[i])).tolist()
+        """What a sample has before its first target; all of it if there is none."""
+        n = min(int(self._first[i]), int(self._bounds[i + 1] - self._bounds[i]))
+        return self.tokens.read(int(self.starts[i]), n).tolist()
+
+    def are_chats(self, tokenizer) -> bool:
+        """Whether an assistant is who speaks first of what is learned in each of 64 samples."""
+        head = [self.pad, *tokenizer.encode("assistant\n")]  # in a prompt no separator is repeated
+        return all(self.prompt(i)[-len(head):] == head for i in range(min(64, self.starts.size)))
 
     def require(self, block_size: int) -> None:
         """DataError unless at least one sample is left at this context."""

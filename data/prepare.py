@@ -83,10 +83,16 @@ def resolve(dataset: str, tokenizer: str | None = None,
                     f"{did_you_mean(dataset, names)}; other sources are for python -m data.prepare")
 
 
-def prepares_for(dataset: str, spec: str) -> bool:
-    """Whether `--dataset=` means text, and would be prepared with another tokenizer than `spec`."""
-    recipe = KNOWN.get(dataset)
-    return recipe.tokenizer != spec if recipe else is_text(dataset)
+def prepares_for(dataset: str, tokenizer: Path) -> bool:
+    """Whether `--dataset=` means text, and there is no set of it for this tokenizer.json yet."""
+    recipe, made = KNOWN.get(dataset), data_root() / dataset / "dataset.json"
+    if not recipe:
+        return is_text(dataset)
+    wanted = read_json(tokenizer)
+    if made.is_file():
+        return read_json(made).get("tokenizer_hash") != wanted.get("hash")
+    learned = recipe.tokenizer == "char" or recipe.tokenizer.startswith("bpe:")
+    return learned or recipe.tokenizer != wanted.get("spec")
 
 
 def is_text(dataset: str) -> bool:

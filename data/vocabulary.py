@@ -10,12 +10,22 @@ from pathlib import Path
 import numpy as np
 
 from data import DataError
+from data.bytelevel import BYTES, unspell
 
 MAX_SIZE = 1_000_000  # of a learned one: beyond lies a typing error
 LESSON = 1 << 20  # characters; the trainer makes an object of each word in what it gets at once
 # Where words begin (GPT-2's rule, in tiktoken's possessive spelling): no token straddles two words.
 GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
                 r"|\s++$|\s+(?!\S)|\s")
+GPT2_SPLIT = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+              r"|\s+(?!\S)|\s+")  # the same words, as GPT-2's own code has it
+CL100K_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+                  r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")
+O200K_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 SPACES = re.compile(r"[^\S\x1c-\x1f]+")  # what `\s` is to tiktoken; Python's has four more
 LONG_WORD = re.compile(r"\S{1000}|\s{1000}")
 LONG_RUN = 50_000  # of spaces: tiktoken gives up before a word at some multiple of that
@@ -27,18 +37,14 @@ def learn(size: int, texts: Iterable[str]) -> list[bytes]:
 
     if not 257 <= size <= MAX_SIZE:
         raise DataError(f"bpe:{size}: expected a size of 257 (bytes, end-of-text) to {MAX_SIZE:,}")
-    # GPT-2's vocabulary files write each byte as a letter, itself where it is printable.
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    letters = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
     trainer = trainers.BpeTrainer(
-        vocab_size=size - 1, min_frequency=2, show_progress=False, initial_alphabet=list(letters))
+        vocab_size=size - 1, min_frequency=2, show_progress=False, initial_alphabet=list(BYTES))
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     slices = (text[i:i + LESSON] for text in texts for i in range(0, len(text), LESSON))
     learner.train_from_iterator(chain.from_iterable(map(_short, slices)), trainer)
     vocabulary = learner.get_vocab()
-    return [bytes(map(letters.get, token)) for token in sorted(vocabulary, key=vocabulary.get)]
+    return [unspell(token) for token in sorted(vocabulary, key=vocabulary.get)]
 
 
 def _short(text: str) -> Iterator[str]:

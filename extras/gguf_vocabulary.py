@@ -8,22 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.bytelevel import merges, spell
 from data.tokenizer import EOT, Tokenizer
-from data.vocabulary import GPT2_PATTERN
-from kit.bytelevel import merges, spell
+from data.vocabulary import CL100K_PATTERN, GPT2_PATTERN, GPT2_SPLIT, O200K_PATTERN
 from kit.errors import UserError
 
 PRE = {  # pattern -> the pre-tokenizer of llama.cpp that splits as it does
-    GPT2_PATTERN: "gpt-2",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
-    # cl100k_base; but a text's last spaces are cut behind a line end among them
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s": "dbrx",
-    # o200k_base; but of letters beyond ASCII it does not know which are capital
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o"}
+    GPT2_PATTERN: "gpt-2", GPT2_SPLIT: "gpt-2",
+    CL100K_PATTERN: "dbrx",  # but a text's last spaces are cut behind a line end among them
+    O200K_PATTERN: "gpt-4o"}  # but of letters beyond ASCII it does not know which are capital
 ALMOST = {"dbrx": "spaces at the end of a prompt, behind a line end, are split in another way",
           "gpt-4o": "letters beyond ASCII count as capital and as small ones, which moves the end "
                     "of some words"}

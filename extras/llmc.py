@@ -7,6 +7,7 @@ length follows from its header, and nothing is read before both fit.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import DataError
-from data.prepare import Parser
+from data.prepare import Parser, tell
 from data.shards import LAYOUTS
-from extras.nanogpt_ckpt import open_tokenizer, refuse_filled, write
 from kit.errors import UserError, run
-from kit.files import size_of
+from kit.files import digest, size_of
+from kit.importing import guess_tokenizer, keep, next_step, refuse_place
+from kit.loading import shapes_with_biases
 from model import GPTConfig
 
 MAGIC = 20240326
@@ -30,27 +32,23 @@ HEADER = 256  # int32
 def convert(source: Path, out_dir: Path, tokenizer: str | None = None,
             overwrite: bool = False) -> None:
     """Write the weights of a model_*.bin or gpt2_124M*.bin to out_dir."""
-    refuse_filled(out_dir, overwrite)
+    refuse_place(out_dir, overwrite)
     config, padded, dtype = read_header(source)
-    made = open_tokenizer(tokenizer, config.vocab_size, source)
+    made = guess_tokenizer(tokenizer, config.vocab_size, source)
     weights = dict(read_tensors(source, config, padded, dtype))
-    weights["wte.weight"] = weights["wte.weight"][: config.vocab_size].clone()
-    biases = [name for name in weights if name.endswith(".bias")]
-    if not any(weights[name].any() for name in biases):  # llm.c has no other way to have none
-        config.bias = False
-        print("all biases are zero: left out")
-        weights = {name: w for name, w in weights.items() if name not in biases}
-    write(out_dir, config, weights, made, source, "llm.c's model file")
+    about = {"from": "llm.c's model file", "file": source.name, "sha256": digest(source)}
+    keep(out_dir, config, weights, made, about, tell)
+    tell(next_step(out_dir))
 
 
 def read_header(path: Path) -> tuple[GPTConfig, int, str]:
     """Architecture, rows of the padded embedding, numpy's name of the numbers; else UserError."""
     size = size_of(path)
     header = np.fromfile(path, "<i4", HEADER).tolist()
+    if tuple(header[:2]) in LAYOUTS["tokens"]:
+        raise UserError(f"{path}: tokens of llm.c, not a model; give its model_*.bin or gpt2_*.bin")
     if len(header) < HEADER or header[0] != MAGIC:
-        shard = tuple(header[:2]) in LAYOUTS["tokens"]
-        raise UserError(f"{path}: {'tokens' if shard else 'no model file'} of llm.c{shard * ', '}"
-                        f"{'not a model' if shard else f', which begins with {MAGIC}'}; give its "
+        raise UserError(f"{path}: no model file of llm.c, which begins with {MAGIC}; give its "
                         "model_*.bin or gpt2_*.bin")
     if header[1] not in STORED:
         raise UserError(f"{path}: version {header[1]} of llm.c's format; expected 3 (fp32) or 5 "
@@ -75,14 +73,8 @@ def read_header(path: Path) -> tuple[GPTConfig, int, str]:
 
 def layout(config: GPTConfig, padded: int) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes in the order of the file; {} stands for all layers, one after the other."""
-    C = config.n_embd
-    linear = {"attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "mlp.c_fc": (4 * C, C),
-              "mlp.c_proj": (C, 4 * C)}
-    tensors = [("wte.weight", (padded, C)), ("wpe.weight", (config.block_size, C))]
-    for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-        shape = linear.get(part, (C,))
-        tensors += [(f"h.{{}}.{part}.weight", shape), (f"h.{{}}.{part}.bias", shape[:1])]
-    return [*tensors, ("ln_f.weight", (C,)), ("ln_f.bias", (C,))]
+    one = shapes_with_biases(replace(config, n_layer=1, vocab_size=padded))
+    return [(name.replace("h.0.", "h.{}."), shape) for name, shape in one.items()]
 
 
 def read_tensors(path: Path, config: GPTConfig, padded: int, dtype: str

@@ -15,35 +15,34 @@ import torch
 from torch import Tensor
 
 from data import DataError
-from data.prepare import Parser
-from data.tokenizer import Tokenizer, make_tokenizer
-from kit.checkpoint import save_weights
+from data.prepare import Parser, tell
 from kit.errors import UserError, run
 from kit.files import digest, size_of
-from model import GPT, GPTConfig
+from kit.importing import MASK, guess_tokenizer, keep, next_step, refuse_place
+from kit.loading import layers_in, shapes_with_biases
+from model import GPTConfig
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 PREFIXES = ("_orig_mod.", "module.", "transformer.")  # of compile, DDP, nanoGPT's ModuleDict
-MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers of attention without a fused kernel
-PADDED = 128  # a vocabulary may be filled up to a multiple of 64 (nanoGPT) or 128 (llm.c)
-GPT2_SIZES = (50257, 50304)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def convert(source: Path, out_dir: Path, tokenizer: str | None = None, gelu: str = "erf",
             overwrite: bool = False) -> None:
     """Write the weights of a ckpt.pt to out_dir. gelu: "tanh" for nanoGPT before its nn.GELU."""
-    refuse_filled(out_dir, overwrite)
+    refuse_place(out_dir, overwrite)
     args, weights = read(source)
-    made = open_tokenizer(tokenizer, args["vocab_size"], source)
+    made = guess_tokenizer(tokenizer, args["vocab_size"], source)
     tied = "lm_head.weight" not in weights or torch.equal(
         weights["lm_head.weight"], weights["wte.weight"])
     if tied:
         weights.pop("lm_head.weight", None)
     else:
-        print("the output head is not the token embedding: kept as one of its own")
+        tell("the output head is not the token embedding: kept as one of its own")
     config = GPTConfig(**args, tie_embeddings=tied, gelu=gelu)
-    write(out_dir, config, weights, made, source, "nanoGPT's ckpt.pt")
+    about = {"from": "nanoGPT's ckpt.pt", "file": source.name, "sha256": digest(source)}
+    keep(out_dir, config, weights, made, about, tell)
+    tell(next_step(out_dir))
 
 
 # ------------------------------------------------------------------------------------- the .pt file
@@ -132,78 +131,22 @@ def our_name(name: str) -> str:
 
 def refuse_misfit(path: Path, args: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """UserError unless names and shapes are those of the architecture, and in the file."""
-    layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
-    if layers != args["n_layer"]:
+    if (layers := layers_in(weights)) != args["n_layer"]:
         raise UserError(f"{path}: {layers} layers in its weights, n_layer={args['n_layer']}")
     theirs = {name: tuple(w.shape) for name, w in weights.items()}
-    embedding = args["vocab_size"], args["n_embd"]
-    ours = {"wte.weight": embedding, "wpe.weight": (args["block_size"], args["n_embd"])}
     # A tensor can claim any shape over a few bytes that it repeats.
     claimed = sum(math.prod(shape) * weights[name].itemsize for name, shape in theirs.items()
                   if name != "lm_head.weight")  # it shares those of wte
     if claimed > size_of(path):
         raise UserError(f"{path}: its tensors claim {claimed:,} bytes, the file has "
                         f"{size_of(path):,}")
-    if all(theirs.get(name) == shape for name, shape in ours.items()):
-        with torch.device("meta"):  # names and shapes without memory
-            model = GPT(GPTConfig(**args, tie_embeddings=False))
-        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        theirs.setdefault("lm_head.weight", embedding)
-    else:
-        theirs = {name: theirs.get(name) for name in ours}
-    if different := theirs.items() ^ ours.items():
-        name = min(different)[0]
+    ours = {name: shape for name, shape in shapes_with_biases(
+        GPTConfig(**args, tie_embeddings=False)).items() if args["bias"] or "bias" not in name}
+    theirs.setdefault("lm_head.weight", ours["lm_head.weight"])  # some forks store it once
+    if different := [n for n in {**ours, **theirs} if theirs.get(n) != ours.get(n)]:
+        name = different[0]
         raise UserError(f"{path}: does not fit its model_args: {name} is "
                         f"{theirs.get(name) or 'absent'}, nanoGPT's is {ours.get(name, 'absent')}")
-
-
-# ------------------------------------------------------------------ what all foreign weights share
-
-
-def refuse_filled(out_dir: Path, overwrite: bool) -> None:
-    """UserError where something is that nobody said to replace: told before any work."""
-    if not overwrite and out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
-        raise UserError(f"{out_dir} is there already; give another --out_dir, or replace imported "
-                        "weights with --overwrite")
-
-
-def open_tokenizer(spec: str | None, vocab_size: int, source: Path) -> Tokenizer:
-    """The tokenizer of foreign weights, which do not say it; gpt2 if they have as many ids."""
-    if spec is None and vocab_size not in GPT2_SIZES:
-        raise UserError(f"{source}: has {vocab_size:,} ids and does not say of which tokenizer; "
-                        "give --tokenizer=, such as the tokenizer.json of the data set that "
-                        "extras.nanogpt_bin made of its train.bin")
-    if spec is not None and (spec == "char" or re.fullmatch(r"bpe:\d+", spec)):
-        raise UserError(f"--tokenizer={spec} is learned from a text; give the tokenizer.json of "
-                        "the data set that the weights were trained on")
-    made = make_tokenizer(spec or "gpt2")
-    ids = made.vocab_size
-    padded = vocab_size % 64 == 0 and vocab_size <= -(-ids // PADDED) * PADDED
-    if vocab_size != ids and not (padded and ids < vocab_size):
-        raise UserError(f"{source}: has {vocab_size:,} ids, the tokenizer {made.spec} {ids:,}; "
-                        "give the --tokenizer that it was trained with")
-    return made
-
-
-def write(out_dir: Path, config: GPTConfig, weights: dict[str, Tensor], tokenizer: Tokenizer,
-          source: Path, what: str) -> None:
-    """Save foreign weights in fp32, without the rows beyond the tokenizer's ids."""
-    ids = tokenizer.vocab_size
-    if ids < config.vocab_size:
-        print(f"{config.vocab_size - ids} rows of padding beyond the {ids:,} ids of "
-              f"{tokenizer.spec}: cut off")
-        for name in {"wte.weight", "lm_head.weight"} & weights.keys():
-            weights[name] = weights[name][:ids].clone()
-        config.vocab_size = ids
-    weights = {name: w.float().contiguous() for name, w in weights.items()}
-    save_weights(out_dir, config, weights, tokenizer.to_json(),
-                 {"from": what, "file": source.name, "sha256": digest(source)})
-    n = sum(w.numel() for w in weights.values())
-    print(f"written to {out_dir}: {n:,} parameters, {config.n_layer} layers, {config.n_head} heads,"
-          f" width {config.n_embd}, context {config.block_size:,}, {ids:,} ids of "
-          f"{tokenizer.spec}, {'with' if config.bias else 'without'} biases, gelu={config.gelu}")
-    print(f"next: python sample.py --out_dir={out_dir}, or train on: python train.py "
-          f"--init_from={out_dir} --dataset=NAME")
 
 
 def main(argv: list[str]) -> int:

@@ -4,7 +4,6 @@ The file says that it is a GPT-2, which our model is. Matrices are in the type a
 biases and positions, which are small, in f32.
 """
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,16 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
-from data.dataset import Dataset
+from data.dataset import of_run
+from data.instruct import CHAT_TEMPLATE
 from data.prepare import Parser
-from data.sources import data_root
-from data.tokenizer import EOT, Tokenizer, from_json
+from data.tokenizer import from_json
 from extras.gguf_vocabulary import ALMOST, Vocabulary, vocabulary, with_end
+from kit.checkpoint import trained_with
 from kit.errors import UserError, run
-from kit.files import read_json, replacing
+from kit.files import replacing
 from kit.finding import find_checkpoint, find_run
-from kit.loading import load_model
+from kit.loading import load_model, shapes_with_biases
 from model import GPT, GPTConfig
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
@@ -30,18 +30,17 @@ STEP = 256  # positions, of llama.cpp's cache
 LAYER = {"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
          "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 WHOLE = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
-CHAT = ("{% for message in messages %}{{ '" + EOT + "' + message['role'] + '\\n' + "
-        "message['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '" + EOT +
-        "assistant\\n' }}{% else %}{{ '" + EOT + "' }}{% endif %}")  # see data/instruct.py
 
 
 def export(source: str | None, file: Path, kind: str = "f16", step: int | None = None,
            overwrite: bool = False, approximate: bool = False) -> None:
-    """Write a run's checkpoint to file. UserError for what a GPT-2 of llama.cpp cannot be."""
-    if file.exists() and not overwrite:
+    """Write a run's checkpoint to file; None: of the newest. UserError for what cannot be there."""
+    if file.is_dir() or (file.exists() and not overwrite):
         raise UserError(f"{file} is there already; give another name, or replace it: --overwrite")
     folder = find_checkpoint(find_run(source), step)
-    model, json, _ = load_model(folder)
+    if source is None:
+        print(f"of the newest run: {folder}")
+    model, json, state = load_model(folder)
     config, tokenizer = model.config, from_json(json)
     if config.attn_logn != "off":
         raise UserError(f"{folder}: attn_logn={config.attn_logn} is nothing that llama.cpp knows")
@@ -65,25 +64,13 @@ def export(source: str | None, file: Path, kind: str = "f16", step: int | None =
         print(f"{tokenizer.spec}: llama.cpp's {made.pre} is almost it: {ALMOST[made.pre]}")
     place = folder.resolve()
     title = place.parents[1].name if place.parent.name == "ckpt" else place.name
-    chat = CHAT if is_chat(folder, tokenizer) else ""
+    _, name, hash = trained_with(state)
+    data = of_run(hash, name, tokenizer)
+    chat = CHAT_TEMPLATE if data and data.is_chat else ""
     write(file, config, weights, made, kind, title, chat)
     print(f"written to {file}: {folder} in {kind}, {file.stat().st_size:,} bytes"
           f"{', with the chat template of its data' if chat else ''}")
     print(f"next: llama-completion -m {file} -p TEXT, or FROM {file} in a Modelfile of Ollama")
-
-
-def is_chat(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether the data that a run was trained on is here and begins with a message of a chat."""
-    try:
-        name = read_json(folder.parents[1] / "config.json")["settings"]["dataset"]
-        at = [p for p in (data_root() / name, Path(name)) if (p / "dataset.json").is_file()]
-        data = Dataset(at[0])
-        if data.kind != "instruct" or data.tokenizer.hash != tokenizer.hash:
-            return False
-        first = tokenizer.decode(data.train.prompt(0))
-    except (DataError, UserError, OSError, KeyError, IndexError, TypeError):
-        return False
-    return bool(re.match(re.escape(EOT) + r"[A-Za-z0-9_-]{1,32}\n", first))
 
 
 # ------------------------------------------------------------------------------------ the file
@@ -143,12 +130,8 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
 
 def zero_biases(config: GPTConfig) -> dict[str, np.ndarray]:
     """Those of a GPT-2 of this shape: llama.cpp knows none without."""
-    C = config.n_embd
-    sizes = {"ln_1": C, "attn.c_attn": 3 * C, "attn.c_proj": C, "ln_2": C, "mlp.c_fc": 4 * C,
-             "mlp.c_proj": C}
-    zeros = {f"h.{i}.{part}.bias": np.zeros(n, np.float32) for i in range(config.n_layer)
-             for part, n in sizes.items()}
-    return zeros | {"ln_f.bias": np.zeros(C, np.float32)}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes_with_biases(config).items()
+            if name.endswith(".bias")}
 
 
 def describe(writer: Any, config: GPTConfig, made: Vocabulary, kind: str, title: str, chat: str
@@ -199,7 +182,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="python -m extras.to_gguf", description=__doc__.splitlines()[0],
                     allow_abbrev=False)
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run, of which the best checkpoint is taken, or a checkpoint")
+    add("run", nargs="?", metavar="RUN", help="a run, of which the best checkpoint is taken, or a "
+        "checkpoint (default: the newest run)")
     add("file", type=Path, metavar="FILE.gguf", help="to write")
     add("--type", choices=TYPES, default="f16", help="of the matrices (default: %(default)s)")
     add("--step", type=int, help="of the checkpoint (default: the best)")

@@ -26,6 +26,7 @@ from kit.files import (
     hide,
     read_json,
     remove,
+    replacing_folder,
     size_of,
     sync,
     to_text,
@@ -58,54 +59,75 @@ def save_weights(folder: Path, config: GPTConfig, weights: dict[str, torch.Tenso
 
     about: where they come from. UserError if the folder holds anything else than such weights.
     """
-    if folder.exists() and not (folder.is_dir() and (
-            not any(folder.iterdir()) or has_weights_alone(folder))):
-        raise UserError(f"{folder} holds something else; give another --out_dir")
+    refuse_filled(folder, overwrite=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     write(folder, config, weights, None, tokenizer,
           {"step": 0, "rows": 0, "tokens": 0, "imported": about})
 
 
+def refuse_filled(folder: Path, overwrite: bool) -> None:
+    """UserError unless weights may be written here: where nothing is, or over such weights."""
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not has_weights_alone(folder):
+        raise UserError(f"{folder} holds something else than imported weights; give another "
+                        "--out_dir")
+    if not overwrite:
+        raise UserError(f"{folder} has imported weights already; --overwrite replaces them, or "
+                        "give another --out_dir")
+
+
 def has_weights_alone(folder: Path) -> bool:
-    """Whether a folder is what `save_weights` makes."""
+    """Whether a folder is what `save_weights` makes, with nothing else in it, such as a run."""
     try:
-        return "imported" in read_json(folder / "state.json")
+        alone = {p.name for p in folder.iterdir()} <= {*WEIGHTS, "state.json"}
+        return alone and imported(read_json(folder / "state.json")) is not None
     except (UserError, OSError):
         return False
+
+
+def imported(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Where weights come from, as `save_weights` was told; None for those of a run."""
+    about = state.get("imported")
+    return about if isinstance(about, dict) else None
+
+
+def trained_with(state: dict[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
+    """Settings of the run of a checkpoint, its data set as they name it, and that one's hash."""
+    run = state.get("run")
+    run = run if isinstance(run, dict) else {}
+    settings = run.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    name, hash = settings.get("dataset"), run.get("dataset_hash")
+    return (settings, name if isinstance(name, str) else None,
+            hash if isinstance(hash, str) else None)
 
 
 def write(final: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
           optimizer: dict[str, torch.Tensor] | None, tokenizer: dict,
           state: dict[str, Any]) -> None:
-    """Write a checkpoint folder beside its place and put it there whole."""
-    aside = final.with_name(f".tmp-{final.name}")
-    remove(aside)
-    aside.mkdir()
-    try:
+    """Write a checkpoint folder beside its place and put it there whole.
+
+    One is there if a run goes over the same step again, or if weights are imported anew.
+    """
+    with replacing_folder(final) as aside:
         write_json(aside / "model.json", asdict(config))
         write_text(aside / "tokenizer.json", to_text(tokenizer))
-        write_tensors(aside / "model.safetensors", weights)
+        write_tensors(aside / "model.safetensors", weights, like="model.json")
         if optimizer is not None:
-            write_tensors(aside / "optimizer.safetensors", optimizer)
+            write_tensors(aside / "optimizer.safetensors", optimizer, like="model.json")
         files = {name: digest(aside / name) for name in FILES if (aside / name).exists()}
         write_json(aside / "state.json", {**state, "files": files})
-    except BaseException:  # a full disk: give back what was taken
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    before = hide(final)  # the run goes over the same step again, or it is imported anew
-    aside.rename(final)
-    sync(final.parent)
-    remove(before)
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write safetensors beside model.json; OSError where the disk fails."""
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], like: str) -> None:
+    """Write safetensors, readable by whom the file `like` beside it is; OSError of the disk."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as e:  # it wraps what the system said
         number = int((re.findall(r"os error (\d+)", str(e)) or [errno.EIO])[-1])
         raise OSError(number, os.strerror(number), str(path)) from None
-    shutil.copymode(path.with_name("model.json"), path)  # as the umask wants it
+    shutil.copymode(path.with_name(like), path)  # as the umask wants it
     sync(path)
 
 

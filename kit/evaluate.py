@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kit.checkpoint import WEIGHTS, check
 from kit.device import DTYPES, autocast, choose_device, choose_dtype, name_of, prepare_device
 from kit.distributed import Ranks, say
 from kit.errors import UserError, plain, run
-from kit.finding import WORDS, find_checkpoint, find_run, same_tokenizer, spec_of
+from kit.finding import WORDS, find_checkpoint, find_run, same_tokenizer
 from kit.loading import load_model, load_weights
 from model import GPT, ChunkedCrossEntropy
 
@@ -31,16 +32,18 @@ Batch = tuple[np.ndarray, np.ndarray]  # x, y: int64 (B, T), y = -1 where there 
 def evaluate(model: GPT, batches: Iterable[Batch], byte_lengths: np.ndarray, separator: int | None,
              precision: Callable[[], AbstractContextManager],
              stop: Callable[[], bool] = lambda: False,
-             add: Callable[..., Iterable[float]] = lambda *sums: sums) -> dict[str, float] | None:
-    """{"loss": nats per token, "perplexity", "bpb": bits per byte}, or None when stop() said so.
+             add: Callable[..., Iterable[float]] = lambda *sums: sums,
+             loss: Callable | None = None) -> dict[str, float] | None:
+    """{"loss": nats per token, "perplexity", "bpb": bits per byte, "tokens", "bytes"}, or None when
+    stop() said so. Tokens and bytes are what was measured.
 
     byte_lengths: (V,) bytes of text behind each token. A separator is no text: its loss counts in
     loss and perplexity, but not in bits per byte, so that tokenizers can be compared. `add` sums
-    over the ranks that share the batches.
+    over the ranks that share the batches. loss: in the place of GPT.loss.
     """
     device, was_training = model.wte.weight.device, model.training
-    hidden, loss_of = (getattr(model, f"{name}_apart", getattr(model, name))
-                       for name in ("hidden", "loss"))  # see Ranks.place
+    hidden = getattr(model, "hidden_apart", model.hidden)  # see Ranks.place
+    loss_of = loss or getattr(model, "loss_apart", model.loss)
     lengths = torch.from_numpy(byte_lengths).to(device)
     total = separators = 0.0  # nats, in double precision
     tokens = n_bytes = 0
@@ -53,10 +56,10 @@ def evaluate(model: GPT, batches: Iterable[Batch], byte_lengths: np.ndarray, sep
             is_separator = y == (-2 if separator is None else separator)
             with precision():
                 h = hidden(x)
-                loss, n = loss_of(h, y)
+                summed, n = loss_of(h, y)
                 if is_separator.any():
                     separators += loss_of(h[is_separator], y[is_separator])[0].item()
-            total += loss.item()
+            total += summed.item()
             tokens += int(n)
             n_bytes += int(lengths[y[(y >= 0) & ~is_separator]].sum())
     finally:
@@ -65,7 +68,8 @@ def evaluate(model: GPT, batches: Iterable[Batch], byte_lengths: np.ndarray, sep
             model.reshard()
     total, separators, tokens, n_bytes = add(total, separators, tokens, n_bytes)
     return {"loss": total / tokens, "perplexity": math.exp(min(total / tokens, 700)),
-            "bpb": (total - separators) / math.log(2) / max(n_bytes, 1)}
+            "bpb": (total - separators) / math.log(2) / max(n_bytes, 1),
+            "tokens": tokens, "bytes": n_bytes}
 
 
 def eval_batches(split: Any, block_size: int, batch_size: int,
@@ -96,10 +100,11 @@ def evaluate_only(s: Any, source: Path | None, data: Any, device: torch.device,
     """Say the loss of a run's best checkpoint, or of `source`; nothing is written."""
     folder = source or Path(ranks.once(lambda: str(find_checkpoint(find_run(s.out_dir)))))
     same_tokenizer(folder, data.tokenizer)
-    model, _, state = load_model(folder)
     if source:  # with as many positions as the run would have
-        model = GPT(s.model_config(data.vocab_size))
+        model, state = GPT(s.model_config(data.vocab_size)), check(folder, WEIGHTS)
         load_weights(model, folder / "model.safetensors", s.extend_positions, crop=True)
+    else:
+        model, _, state = load_model(folder)
     batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters,
                            ranks.rank, ranks.world)
     dtype = DTYPES[ranks.once(lambda: name_of(choose_dtype(s.dtype, device)))]
@@ -128,12 +133,8 @@ def evaluate_split(model: GPT, data: Any, split: Any, block_size: int, batch_siz
                 yield split.window(starts[k], n, block_size)
                 bar.update(n)
 
-    model.loss_apart = partial(added_in_double, model.loss)
-    sums: list[float] = []
-    result = evaluate(model, batches(), data.token_byte_lengths(), data.separator, precision,
-                      add=lambda *parts: sums.extend(parts) or parts)
-    del model.loss_apart
-    return {**result, "tokens": sums[2], "bytes": sums[3], "rows": rows}
+    return evaluate(model, batches(), data.token_byte_lengths(), data.separator, precision,
+                    loss=partial(added_in_double, model.loss)) | {"rows": rows}
 
 
 def spread(n: int) -> Iterator[int]:
@@ -167,7 +168,7 @@ def open_data(dataset: str | None, folder: Path, state: dict[str, Any]) -> tuple
         raise UserError(f"{folder} does not say what it was trained on; give --dataset=")
     tokenizer = settings.get("tokenizer") if own else None
     started = own and settings.get("init_from", "auto") in WORDS  # so with the usual tokenizer
-    if tokenizer is None and not started and prepares_for(dataset, spec_of(folder)):
+    if tokenizer is None and not started and prepares_for(dataset, folder / "tokenizer.json"):
         tokenizer = str(folder / "tokenizer.json")
     note = partial(print, file=sys.stderr)
     long = "truncate" if settings.get("long_samples") == "truncate" else "drop"
@@ -190,8 +191,7 @@ def main(argv: list[str]) -> int:
         "tokenizer of the checkpoint (default: that of its run)")
     add("--step", type=int, help="of the checkpoint (default: the best)")
     add("--split", choices=("val", "train"), default="val", help="(default: %(default)s)")
-    add("--batch_size", type=int, help="rows at once; the figures are the same for any "
-        "(default: 4,096 tokens of them)")
+    add("--batch_size", type=int, help="rows at once (default: 4,096 tokens of them)")
     add("--block_size", type=int, help="a smaller context than the model has")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "auto"),

@@ -4,9 +4,11 @@ What is unfinished begins with `.tmp-`. Nothing read here is ever executed.
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -111,6 +113,47 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(final: Path) -> Iterator[Path]:
+    """An empty folder to write to, which becomes `final` when the block ends well and else goes.
+
+    What is there stays until then, and comes back where the new one cannot take its place.
+    """
+    clear(final)
+    aside = final.with_name(f".tmp-{os.getpid()}-{final.name}")
+    remove(aside)
+    aside.mkdir()
+    try:
+        yield aside
+        sync(aside)
+        before = hide(final)
+        try:
+            aside.rename(final)
+        except BaseException:
+            if before.is_dir() and not final.exists():
+                before.rename(final)
+            raise
+        sync(final.parent)
+    except BaseException:  # a full disk: give back what was taken
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    remove(before)
+
+
+def clear(final: Path) -> None:
+    """Remove what killed processes were writing in order to replace this."""
+    if os.name == "nt":  # where os.kill(pid, 0) kills
+        return
+    for path in final.parent.glob(f".tmp-*-{glob.escape(final.name)}"):
+        if left := re.match(r"\.tmp-(\d{1,9})-", path.name):
+            try:
+                os.kill(int(left[1]), 0)
+            except ProcessLookupError:
+                remove(path)
+            except OSError:  # it lives, and is somebody else's
+                pass
 
 
 def hide(folder: Path) -> Path:

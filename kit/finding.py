@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from filelock import FileLock
@@ -12,6 +14,7 @@ from kit.errors import UserError
 from kit.files import read_json, write_json
 from kit.loading import load_config, refuse_lie
 from kit.settings import CLONE
+from model import GPTConfig
 
 WORDS = ("auto", "scratch", "resume")  # any other init_from is a folder with weights
 
@@ -45,6 +48,23 @@ def find_run(out_dir: str | None) -> Path:
     return path
 
 
+def settings_in(path: Path) -> dict[str, Any] | None:
+    """What a run was started with, of config.json or of a checkpoint; None if neither says."""
+    for file in (path / "config.json",
+                 *(f / "state.json" for f in checkpoint.newest_first(path))):
+        with contextlib.suppress(
+                UserError, OSError, LookupError, TypeError, AttributeError):
+            saved = read_json(file)
+            return dict(saved.get("run", saved)["settings"].items())
+    return None
+
+
+def same_place(a: Any, b: str) -> bool:
+    """Whether two values of init_from mean the same."""
+    return a == b or (isinstance(a, str) and os.path.isdir(a) and os.path.isdir(b)
+                      and os.path.samefile(a, b))
+
+
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
     """Of a run: the step asked for, else the best, else the newest. A checkpoint is itself."""
     found, best = checkpoint.newest_first(path), path / "ckpt" / "best.json"
@@ -71,11 +91,11 @@ def foreign(path: Path) -> str:
     here, files = path.is_dir(), {p.name for p in path.iterdir()} if path.is_dir() else {path.name}
     if here and "config.json" in files and any(
             name.endswith((".safetensors", ".safetensors.index.json")) for name in files):
-        command = f"kit.hf import {path}"
+        command = f"kit.hf import {quote(str(path))}"
     elif path.suffix == ".pt" or "ckpt.pt" in files:
-        command = f"extras.nanogpt_ckpt {path / 'ckpt.pt' if here else path}"
+        command = f"extras.nanogpt_ckpt {quote(str(path / 'ckpt.pt' if here else path))}"
     elif path.suffix == ".bin":
-        command = f"extras.llmc {path}"
+        command = f"extras.llmc {quote(str(path))}"
     else:
         return ""
     return f"; for weights of another program: python -m {command} --out_dir=FOLDER"
@@ -87,48 +107,45 @@ def find_source(init_from: str) -> Path | None:
         return None
     if not Path(init_from).is_dir():
         raise UserError(f"init_from={init_from}: expected auto, scratch, resume, gpt2, or a folder "
-                        f"of weights: a run or a checkpoint{foreign(Path(init_from))}")
+                        f"of weights: a run or a checkpoint{foreign(Path(init_from))}. A run that "
+                        "began with it goes on without: python train.py --out_dir=RUN")
     folder = find_checkpoint(Path(init_from))
     checkpoint.check(folder, checkpoint.WEIGHTS)
     return folder
 
 
 def adopt_architecture(settings: Any, given: set[str], source: Path | None) -> None:
-    """A run from weights has their architecture; UserError where a `given` setting is another.
-
-    The context alone may differ: a smaller one takes the first positions, a larger one needs
-    extend_positions. What log n attention measures by stays the context of the weights.
-    """
+    """A run from weights has their architecture; UserError where a `given` setting is another."""
     if source is None:
         if settings.extend_positions:
             raise UserError(f"extend_positions={settings.extend_positions}: needs weights to start "
-                            f"from, as --init_from=RUN, not {settings.init_from}")
+                            "from: --init_from=RUN")
         return
     config = load_config(source)
     refuse_lie(config, source / "model.safetensors")
-    size, wanted, how = config.block_size, settings.block_size, settings.extend_positions
-    if "block_size" not in given:
-        wanted = size
-    if wanted > size and how is None:
-        raise UserError(f"block_size={wanted}, but the weights of {source} have {size} positions; "
-                        "--extend_positions=interpolate, hierarchical or copy makes more of them")
-    if how and wanted <= size:
-        raise UserError(f"extend_positions={how}, but the weights of {source} have {size} "
-                        f"positions: give a larger --block_size than that, not {wanted}")
+    settings.block_size = context_for(config, settings, given, source)
+    if (config.attn_logn, config.logn_base) == ("clipped", None):
+        config = replace(config, logn_base=max(config.block_size, 2))  # whatever the context is now
     for name in sorted(vars(config).keys() - {"vocab_size", "dropout", "block_size"}):
         ours, theirs = getattr(settings, name), getattr(config, name)
         if name in given and ours != theirs:
             raise UserError(f"{name}={ours}, but the weights of {source} have {name}={theirs}; "
                             f"drop {name} to take theirs")
         setattr(settings, name, theirs)
-    settings.block_size = wanted
-    if config.attn_logn == "clipped" and config.logn_base is None and wanted != size:
-        settings.logn_base = size
 
 
-def spec_of(folder: Path) -> str:
-    """How the tokenizer of a checkpoint is named."""
-    return str(read_json(folder / "tokenizer.json").get("spec"))
+def context_for(config: GPTConfig, settings: Any, given: set[str], source: Path) -> int:
+    """The context of a run from weights: theirs, a smaller one, or with extend_positions a larger.
+    """
+    size, how = config.block_size, settings.extend_positions
+    wanted = settings.block_size if "block_size" in given else size
+    if wanted > size and how is None:
+        raise UserError(f"block_size={wanted}, but the weights of {source} have {size} positions; "
+                        "--extend_positions=interpolate, hierarchical or copy makes more of them")
+    if how and wanted <= size:
+        raise UserError(f"extend_positions={how}, but the weights of {source} have {size} "
+                        f"positions: give a larger --block_size than that, not {wanted}")
+    return wanted
 
 
 def same_tokenizer(folder: Path, tokenizer: Any) -> None:

@@ -5,24 +5,26 @@
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from data import DataError, read_json
 from data.prepare import Parser, tell
-from data.tokenizer import make_tokenizer
-from kit import errors, hf_export, hf_tokenizer, hf_weights
-from kit.checkpoint import has_weights_alone, save_weights
+from kit import errors, hf_tokenizer, hf_weights
+from kit.checkpoint import WEIGHTS, check, imported
 from kit.errors import UserError
+from kit.files import read_json as read_sealed
 from kit.files import size_of
 from kit.finding import out_root
+from kit.importing import keep, next_step, refuse_place, tokenizer_of
 
 HUB = {name: f"openai-community/{name}"  # nanoGPT's names for init_from
        for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-         "vocab.json", "merges.txt", "*.safetensors", "model.safetensors.index.json")
+INDEX = "model.safetensors.index.json"
+TEXTS = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "bonsai.json", INDEX)
 Say = Callable[[str], None]
 
 
@@ -33,66 +35,95 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
     spec: the tokenizer, where the folder has none that can be read. UserError or DataError for what
     is not there, or is no GPT-2 of ours.
     """
-    if has_weights_alone(out_dir) and not overwrite:
-        raise UserError(f"{out_dir} has imported weights already; --overwrite replaces them")
-    source = locate(name)
+    refuse_place(out_dir, overwrite)
+    made = tokenizer_of(spec) if spec else None
+    source, repo = locate(name)
     find = partial(inside, source)
     if not (path := find("config.json")).exists():
         raise UserError(f"{source}: no config.json; expected a folder of Hugging Face's, with "
                         "config.json and model.safetensors")
     values = read_json(path, "fetch it again")
     config = hf_weights.architecture(path, values, say)
+    made = made or hf_tokenizer.from_hf(find, values.get("eos_token_id", 50256), say)
+    if config.vocab_size < made.vocab_size:
+        raise UserError(f"{path}: {config.vocab_size:,} rows of vocabulary are fewer than the "
+                        f"{made.vocab_size:,} ids of the tokenizer {made.spec}")
+    if repo:  # now that it is known to be a GPT-2 of ours
+        fetch(repo, indexed(source) or ["model.safetensors"], source.name)
     tensors = hf_weights.headers(weight_files(source), path, config)  # before memory is taken
-    tokenizer = make_tokenizer(spec) if spec else hf_tokenizer.from_hf(
-        find, values.get("eos_token_id", 50256), say)
-    if (rows := config.vocab_size) < tokenizer.vocab_size:
-        raise UserError(f"{path}: {rows:,} rows of vocabulary are fewer than the "
-                        f"{tokenizer.vocab_size:,} ids of the tokenizer {tokenizer.spec}")
-    if rows > tokenizer.vocab_size:
-        say(f"vocabulary: {rows:,} rows, cut to the {tokenizer.vocab_size:,} ids of the tokenizer")
-    weights = hf_weights.read(tensors, config, tokenizer.vocab_size)
-    biases = [n for n in weights if n.endswith(".bias")]
-    if not (bias := any(bool(weights[n].any()) for n in biases)):
-        weights = {n: w for n, w in weights.items() if n not in biases}
-    config = replace(config, vocab_size=tokenizer.vocab_size, bias=bias)
-    about = {"from": name if source.parent.name == "snapshots" else source.resolve().name,
-             "revision": source.name if source.parent.name == "snapshots" else None}
-    save_weights(out_dir, config, weights, tokenizer.to_json(), about)
-    say(f"written to {out_dir}: {config.n_layer} layers x {config.n_embd}, context "
-        f"{config.block_size}, {sum(w.numel() for w in weights.values()):,} parameters, "
-        f"tokenizer {tokenizer.spec}")
+    about = {"from": name if repo else source.resolve().name,
+             "revision": source.name if repo else None}
+    keep(out_dir, config, hf_weights.read(tensors, config), made, about, say)
     return out_dir
 
 
 def pretrained(init_from: str, say: Say) -> Path | None:
     """The folder of gpt2, gpt2-medium, gpt2-large or gpt2-xl, imported if it is not there yet.
 
-    None for any other text.
+    None for any other text. UserError if something else is in that folder.
     """
     if init_from not in HUB:
         return None
     folder = out_root() / init_from
-    return folder if has_weights_alone(folder) else import_model(init_from, folder, say=say)
+    if holds(folder, init_from):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{init_from}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another process that is importing {init_from}")
+        lock.acquire()
+    try:
+        return folder if holds(folder, init_from) else import_model(init_from, folder, say=say)
+    finally:
+        lock.release()
 
 
-def locate(name: str) -> Path:
-    """The folder that a name means: of the hub's files, fetched now if need be, or itself."""
+def holds(folder: Path, name: str) -> bool:
+    """Whether these weights of the hub are in a folder; UserError if others are, or damaged."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    try:
+        about = imported(read_sealed(folder / "state.json")) or {}
+    except (UserError, OSError):
+        about = {}
+    if about.get("from") not in (name, HUB[name]) or not about.get("revision"):
+        what = f"weights of {about['from']}" if about.get("from") else "something else"
+        raise UserError(f"--init_from={name} takes {folder}, but that holds {what} and not "
+                        f"{HUB[name]}; move it away, or start from what it holds with "
+                        f"--init_from={folder}")
+    check(folder, WEIGHTS)
+    return True
+
+
+def locate(name: str) -> tuple[Path, str | None]:
+    """The folder that a name means, and of one of the hub the repository: its texts are fetched."""
     if name not in HUB and Path(name).is_dir():
-        return Path(name)
+        return Path(name), None
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise UserError(f"{name}: no such folder, and no name of the hub such as gpt2 or "
                         "openai-community/gpt2")
-    from huggingface_hub import snapshot_download
-
-    failed: list[Exception] = []
+    failed: list[UserError] = []
     for repo in (HUB[name], name) if name in HUB else (name,):  # a cache may have either
         try:
-            return Path(snapshot_download(repo, allow_patterns=list(FILES)))
-        except (OSError, ValueError) as e:  # what it raises is either, offline or unknown
+            return fetch(repo, TEXTS), repo
+        except UserError as e:
             failed.append(e)
-    raise UserError(f"{name}: neither a folder nor to be had from huggingface.co "
-                    f"({type(failed[0]).__name__}) or its cache; check the name and the network, "
-                    "or give a folder with config.json, model.safetensors and tokenizer.json")
+    raise failed[0]
+
+
+def fetch(repo: str, names: Iterable[str], revision: str | None = None) -> Path:
+    """The cached folder of a repository of the hub, with those of these files that it has."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*names]))
+    except (OSError, ValueError) as e:  # what it raises is either, offline or unknown
+        raise UserError(f"{repo}: neither a folder nor to be had from huggingface.co "
+                        f"({type(e).__name__}) or its cache; check the name and the network, or "
+                        "give a folder with config.json, model.safetensors and tokenizer.json"
+                        ) from None
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -109,21 +140,28 @@ def inside(folder: Path, name: str) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a folder: one, or those of an index."""
-    one, index = (inside(folder, f"model.safetensors{end}") for end in ("", ".index.json"))
+    one = inside(folder, "model.safetensors")
     if one.exists():
         return [one]
-    if index.exists():
-        names = read_json(index, "fetch it again").get("weight_map")
-        if not isinstance(names, dict) or not names or any(
-                Path(str(n)).name != n for n in names.values()):
-            raise UserError(f"{index}: no map of tensors to files of its folder")
-        return [inside(folder, name) for name in sorted({*names.values()})]
+    if names := indexed(folder):
+        return [inside(folder, name) for name in names]
     if pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]:
         raise UserError(
             f"{folder}: {pickles[0].name} is a pickle, and opening one can run code; if you trust "
             'it, convert it: python -c "from transformers import AutoModelForCausalLM as A; '
             "A.from_pretrained('OLD').save_pretrained('NEW')\"")
     raise UserError(f"{folder}: no model.safetensors in it")
+
+
+def indexed(folder: Path) -> list[str]:
+    """The files of weights that an index names, if there is one."""
+    if not (index := inside(folder, INDEX)).exists():
+        return []
+    names = read_json(index, "fetch it again").get("weight_map")
+    if not isinstance(names, dict) or not names or not all(
+            re.fullmatch(r"\w[\w.-]*\.safetensors", str(name)) for name in names.values()):
+        raise UserError(f"{index}: no map of tensors to files of its folder")
+    return sorted({*names.values()})
 
 
 def main(argv: list[str]) -> int:
@@ -140,7 +178,8 @@ def main(argv: list[str]) -> int:
         " of ours, ...")
     add("--overwrite", action="store_true", help="replace weights that were imported before")
     add = commands.add_parser("export", help="a run becomes a folder for transformers").add_argument
-    add("run", metavar="RUN", help="a run's folder or a checkpoint's")
+    add("run", nargs="?", metavar="RUN", help="a run's folder or a checkpoint's (default: the "
+        "newest run)")
     add("folder", metavar="DIR", type=Path, help="the new folder")
     add("--step", type=int, help="which checkpoint of the run (default: the best)")
     add("--overwrite", action="store_true", help="replace an export that is there")
@@ -148,14 +187,14 @@ def main(argv: list[str]) -> int:
     if unknown:  # told by the one that knows the nearest name
         commands.choices[args.command].error(f"unrecognized arguments: {unknown[0]}")
     if args.command == "export":
-        hf_export.export_run(args.run, args.folder, args.step, args.overwrite, tell)
+        from kit.hf_export import export_run
+
+        export_run(args.run, args.folder, args.step, args.overwrite, tell)
         return 0
-    if args.tokenizer and args.tokenizer.partition(":")[0] in ("char", "bpe"):
-        raise UserError(f"--tokenizer={args.tokenizer} is made from text, and there is none here; "
-                        "give the tokenizer.json that it became")
-    out_dir = args.out_dir or out_root() / Path(args.name).name
+    name = Path(args.name).resolve().name if Path(args.name).is_dir() else Path(args.name).name
+    out_dir = args.out_dir or out_root() / name
     import_model(args.name, out_dir, args.tokenizer, args.overwrite)
-    tell(f'next: python sample.py --out_dir={out_dir} --prompt "..."')
+    tell(next_step(out_dir))
     return 0
 
 

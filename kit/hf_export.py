@@ -1,22 +1,20 @@
 """A trained run as a folder that Hugging Face's transformers load, checked before it is there."""
 
-import contextlib
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from data import DataError, canonical_hash, read_json
-from data.sources import data_root
+from data import DataError, read_json
+from data.dataset import Dataset, of_run
+from data.instruct import CHAT_TEMPLATE
 from data.tokenizer import EOT, Tokenizer, from_json
 from kit import hf_tokenizer, hf_weights
+from kit.checkpoint import imported, trained_with, write_tensors
 from kit.errors import UserError
-from kit.files import hide, remove, sync, to_text, write_text
+from kit.files import replacing_folder, to_text, write_text
 from kit.finding import find_checkpoint, find_run
 from kit.loading import load_model
 from model import GPT
@@ -25,58 +23,68 @@ WRITTEN = {"config.json", "generation_config.json", "model.safetensors", "tokeni
            "tokenizer_config.json", "bonsai.json", "README.md"}
 TOLD = ("batch_size", "gradient_accumulation_steps", "max_iters", "optimizer", "learning_rate",
         "muon_lr", "weight_decay", "schedule", "warmup_iters", "dropout", "seed")  # of the settings
-# A chat as data/instruct.py has it in tokens; the separator's name becomes its id
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ eos_token + message['role'] + '\\n' + message['content'] }}"
-    "{% endfor %}{{ eos_token }}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}")
 
 
-def export_run(run: str, folder: Path, step: int | None, overwrite: bool,
+def export_run(run: str | None, folder: Path, step: int | None, overwrite: bool,
                say: Callable[[str], None]) -> Path:
     """Write the best checkpoint of a run, or that of a step, as a new folder, and return it.
 
-    UserError for a model or tokenizer without a form there, or for a folder that is not empty.
+    run: None takes the newest. UserError for a model or tokenizer without a form there, or for a
+    folder that is not empty.
     """
-    final = Path(os.path.abspath(folder))
-    there = {p.name for p in final.iterdir()} if final.is_dir() else set()
-    if os.path.lexists(final) and not final.is_dir() or (there and not overwrite):
-        raise UserError(f"{folder} is there already; --overwrite replaces an export, or give "
-                        "another folder")
-    if there - WRITTEN:
-        raise UserError(f"{folder} holds {min(there - WRITTEN)}, which is of no export, so it is "
-                        "not replaced; give another folder")
+    refuse_other(folder, overwrite)
     source = find_checkpoint(find_run(run), step)
+    if run is None:
+        say(f"of the newest run: {source}")
     model, value, state = load_model(source)
     tokenizer = from_json(value)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, its model "
                         f"{model.config.vocab_size}")
-    data = dataset_of(state)
-    chat = data.get("kind") == "instruct" and tokenizer.eot is not None
-    texts = {"config.json": hf_weights.config_json(model.config, tokenizer.eot),
-             "generation_config.json": generation_config(tokenizer),
-             "tokenizer.json": hf_tokenizer.to_hf(tokenizer),
-             "tokenizer_config.json": tokenizer_config(tokenizer, model.config.block_size, chat),
-             "bonsai.json": {"tokenizer": {"spec": tokenizer.spec, "hash": tokenizer.hash}}}
-    aside = final.with_name(f".tmp-{final.name}")
-    remove(aside)
-    aside.mkdir(parents=True)
-    try:
-        for name, content in texts.items():
-            write_text(aside / name, to_text(content))
-        write_weights(aside / "model.safetensors", model)
+    _, name, hash = trained_with(state)
+    data = of_run(hash, name, tokenizer)
+    texts = described(model, tokenizer, bool(data and data.is_chat))
+    final = Path(os.path.abspath(folder))
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_folder(final) as aside:
+        for file, content in texts.items():
+            write_text(aside / file, to_text(content))
+        write_tensors(aside / "model.safetensors", hf_weights.stored(model), like="config.json")
         worst, library = difference(aside, model)
-        write_text(aside / "README.md", card(model, tokenizer, state, data, chat, worst, library))
-        before = hide(final)
-        aside.rename(final)
-    except BaseException:  # a full disk: give back what was taken
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync(final.parent)
-    remove(before)
+        write_text(aside / "README.md", card(model, tokenizer, state, data, worst, library))
     say(f"{source}, step {state['step']}, written to {folder}: read back by {library}, its logits "
         f"differ by {worst:.1e} at most")
     return final
+
+
+def refuse_other(folder: Path, overwrite: bool) -> None:
+    """UserError unless an export may be written here: where nothing is, or over an export."""
+    there = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if not os.path.lexists(folder) or (folder.is_dir() and not there):
+        return
+    if not overwrite or not folder.is_dir():
+        raise UserError(f"{folder} is there already; --overwrite replaces an export, or give "
+                        "another folder")
+    if there - WRITTEN:
+        raise UserError(f"{folder} holds {min(there - WRITTEN)}, which is of no export, so it is "
+                        "not replaced; give another folder")
+    try:
+        ours = read_json(folder / "bonsai.json").get("format") == hf_tokenizer.BONSAI_FORMAT
+    except (DataError, OSError):
+        ours = False
+    if not ours:
+        raise UserError(f"{folder} has no bonsai.json of an export, so it is another's and not "
+                        "replaced; give another folder")
+
+
+def described(model: GPT, tokenizer: Tokenizer, chat: bool) -> dict[str, dict[str, Any]]:
+    """The JSON files of an export, by their names."""
+    return {"config.json": hf_weights.config_json(model.config, tokenizer.eot),
+            "generation_config.json": generation_config(tokenizer),
+            "tokenizer.json": hf_tokenizer.to_hf(tokenizer),
+            "tokenizer_config.json": tokenizer_config(tokenizer, model.config.block_size, chat),
+            "bonsai.json": {"format": hf_tokenizer.BONSAI_FORMAT,
+                            "tokenizer": {"spec": tokenizer.spec, "hash": tokenizer.hash}}}
 
 
 def tokenizer_config(tokenizer: Tokenizer, block_size: int, chat: bool) -> dict[str, Any]:
@@ -91,15 +99,6 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """Drawing as sample.py does, up to the end of the text."""
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
     return {"do_sample": True, "temperature": 0.8, "top_k": 50, **ends}
-
-
-def write_weights(path: Path, model: GPT) -> None:
-    try:
-        save_file(hf_weights.stored(model), path, metadata={"format": "pt"})
-    except SafetensorError as e:  # what the disk said
-        raise UserError(f"{path}: could not be written: {e}") from None
-    shutil.copymode(path.with_name("config.json"), path)  # as the umask wants it
-    sync(path)
 
 
 @torch.no_grad()
@@ -117,7 +116,7 @@ def difference(folder: Path, model: GPT) -> tuple[float, str]:
         library, there = "this project (transformers is not installed)", GPT(config)
         path = folder / "model.safetensors"
         tensors = hf_weights.headers([path], folder / "config.json", config)
-        read = hf_weights.read(tensors, config, config.vocab_size)
+        read = hf_weights.read(tensors, config)
         there.load_state_dict(read, strict=config.bias and not config.tie_embeddings)
         logits = there.eval()(ids)
     else:
@@ -132,37 +131,20 @@ def difference(folder: Path, model: GPT) -> tuple[float, str]:
     return worst, library
 
 
-def dataset_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The dataset.json that a checkpoint was trained on, {} where it is no longer there."""
-    wanted = trained_as(state).get("dataset_hash")
-    for path in sorted(data_root().glob("[!.]*/dataset.json")) if wanted else ():
-        with contextlib.suppress(DataError, OSError):
-            if canonical_hash(meta := read_json(path)) == wanted:
-                return meta
-    return {}
-
-
-def trained_as(state: dict[str, Any]) -> dict[str, Any]:
-    run = state.get("run")
-    return run if isinstance(run, dict) and isinstance(run.get("settings"), dict) else {
-        "settings": {}}
-
-
-def card(model: GPT, tokenizer: Tokenizer, state: dict[str, Any], data: dict[str, Any],
-         chat: bool, worst: float, library: str) -> str:
+def card(model: GPT, tokenizer: Tokenizer, state: dict[str, Any], data: Dataset | None,
+         worst: float, library: str) -> str:
     """README.md: what was trained on what and how, what came out, and how to load it."""
-    c, settings = model.config, trained_as(state)["settings"]
+    c, (settings, dataset, _) = model.config, trained_with(state)
     facts = {"layers": c.n_layer, "heads": c.n_head, "width": c.n_embd, "context": c.block_size,
              "parameters": sum(p.numel() for p in model.parameters()), "biases": c.bias,
              "output head": "tied" if c.tie_embeddings else "its own",
              "tokenizer": tokenizer.spec, "vocabulary": tokenizer.vocab_size}
-    if "dataset" in settings:  # its whole path would tell of the maker's machine
-        facts["dataset"] = Path(str(settings["dataset"])).name
+    if dataset:  # its whole path would tell of the maker's machine
+        facts["dataset"] = Path(dataset).name
     if data:
-        train = data["splits"]["train"]
+        train = data.meta["splits"]["train"]
         facts |= {f"training {key}": train[key] for key in ("documents", "tokens")}
-    if isinstance(state.get("imported"), dict):
-        facts["weights from"] = state["imported"].get("from")
+    facts["weights from"] = (imported(state) or {}).get("from")
     facts |= {"updates": state["step"], "tokens seen": state.get("tokens"),
               "validation loss": state.get("val_loss"),
               "validation bits per byte": state.get("val_bpb")}
@@ -175,7 +157,7 @@ def card(model: GPT, tokenizer: Tokenizer, state: dict[str, Any], data: dict[str
                      "the special token, the ones that this model was trained with never do.")
     else:
         notes.append("The tokenizer knows the characters of its text; another one is an error.")
-    if chat:
+    if data and data.is_chat:
         notes.append("A chat goes through `apply_chat_template`. The training encoded role and "
                      "content apart, so content that begins with white space may be cut elsewhere.")
     return CARD.format(rows=rows, notes="\n".join(f"- {note}" for note in notes))

@@ -10,28 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data import read_json
+from data import bytelevel, read_json
 from data.tokenizer import EOT, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
-from data.vocabulary import GPT2_PATTERN
-from kit import bytelevel
+from data.vocabulary import CL100K_PATTERN, GPT2_PATTERN, GPT2_SPLIT, O200K_PATTERN
 from kit.errors import UserError
 
 # Where words end, tiktoken's text of it -> Oniguruma's, in which `$` is the end of any line and
-# `{1,3}+` repeats. None: ByteLevel's own, GPT-2's. The last is what others publish of cl100k.
+# `{1,3}+` repeats. None: ByteLevel's own, GPT-2's. OLD_CL100K is what others publish of cl100k.
+OLD_CL100K = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+              r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 PATTERNS = {
     GPT2_PATTERN: None,
-    (CL100K := r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++"
-     r"[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"): CL100K.replace("$", r"\z").replace("}+", "}"),
-    (O200K := r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
-     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
-     r"[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"): O200K,
-    (OLD_CL100K := r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?"
-     r"[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"): OLD_CL100K,
-}
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    CL100K_PATTERN: CL100K_PATTERN.replace("$", r"\z").replace("}+", "}"),
+    O200K_PATTERN: O200K_PATTERN,
+    OLD_CL100K: OLD_CL100K}
 GPT2_HASH = "7bb6fbbdf755a09709a037814b8a1a6e022d4a69f090c046cbaf67f4c749b9c8"
 LONGEST = 256  # bytes of a token that is read; the longest of OpenAI's have 128
+BONSAI_FORMAT = 1  # of bonsai.json, in which an export tells of itself
 MOST_UNUSED = 4096  # ids; so that no file makes a list of any length
 CHARACTERS = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated",
               "invert": False}
@@ -239,7 +234,8 @@ def named(claim: Path, pattern: str, tokens: list[bytes | None],
     """The tokenizer under the name that our export tells or gpt2, if its hash is that one's."""
     claims = {"gpt2": GPT2_HASH}
     if claim.exists():
-        told = read_json(claim, "remove it").get("tokenizer")
+        value = read_json(claim, "remove it")
+        told = value.get("tokenizer") if value.get("format") == BONSAI_FORMAT else None
         if isinstance(told, dict) and re.fullmatch(r"[\w:.-]{1,40}", str(told.get("spec"))):
             claims[str(told["spec"])] = str(told.get("hash"))
     for spec, expected in claims.items():

@@ -1,23 +1,24 @@
 """GPT-2's configuration and weights as Hugging Face stores them, both ways."""
 
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from kit.errors import UserError
+from kit.importing import MASK
+from kit.loading import layers_in, shapes_of, shapes_with_biases
 from model import GPT, GPTConfig
 
 # What config.json must say (or leave out): all else would need another model
-FIXED = {"model_type": ("gpt2",), "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,),
-         "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)}
+FIXED = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
+         "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "erf", "gelu_python": "erf"}
-MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # of older versions; not weights
-CONV1D = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}
+SIZES = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 # ------------------------------------------------------------------------------------------ import
@@ -25,23 +26,29 @@ CONV1D = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp
 
 def architecture(path: Path, values: dict[str, Any], say: Callable[[str], None]) -> GPTConfig:
     """What config.json tells, with GPT2Config's defaults; UserError for what ours cannot be."""
+    def refuse(key: str, value: Any, expected: str) -> UserError:
+        return UserError(f"{path}: {key} is {value!r:.60}; this model has {expected}")
+
     for key, allowed in FIXED.items():
-        if (value := values.get(key, allowed[0] if key != "model_type" else None)) not in allowed:
-            raise UserError(f"{path}: {key} is {value!r:.60}; this model has {allowed[0]!r} only")
-    sizes = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}
-    sizes = {key: values.get(key, default) for key, default in sizes.items()}
-    drops = [values.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-    if any(type(n) is not int or not 0 < n < 2**31 for n in sizes.values()) or any(
-            type(p) not in (int, float) for p in drops):
-        raise UserError(f"{path}: {sizes}, dropouts {drops}: not the numbers of a model"[:300])
-    if values.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        raise UserError(f"{path}: n_inner is {values['n_inner']!r:.60}; this model has 4 * n_embd")
-    tied = values.get("tie_word_embeddings", True)
+        value = values.get(key, None if key == "model_type" else allowed)
+        if value != allowed or type(value) is not type(allowed):
+            raise refuse(key, value, f"{allowed!r} only")
+    sizes = {key: values.get(key, default) for key, default in SIZES.items()}
+    for key, n in sizes.items():
+        if type(n) is not int or not 0 < n < 2**31:
+            raise refuse(key, n, "a whole number above 0 there")
+    drops = [values.get(key, 0.1) for key in DROPOUTS]
+    for key, share in zip(DROPOUTS, drops, strict=True):
+        if type(share) not in (int, float):
+            raise refuse(key, share, "a number there")
+    inner, tied = values.get("n_inner"), values.get("tie_word_embeddings", True)
+    if inner is not None and inner != 4 * sizes["n_embd"]:
+        raise refuse("n_inner", inner, "4 * n_embd")
     if type(tied) is not bool:
-        raise UserError(f"{path}: tie_word_embeddings is {tied!r:.60}; expected true or false")
-    if (gelu := values.get("activation_function", "gelu_new")) not in [*GELUS]:
-        raise UserError(f"{path}: activation_function is {gelu!r:.60}; this model has gelu_new and "
-                        "gelu")
+        raise refuse("tie_word_embeddings", tied, "true or false there")
+    gelu = values.get("activation_function", "gelu_new")
+    if not isinstance(gelu, str) or gelu not in GELUS:
+        raise refuse("activation_function", gelu, "gelu_new and gelu")
     if len({*drops}) > 1:
         say(f"dropout: {drops[0]}, that of resid_pdrop; embd_pdrop and attn_pdrop are {drops[1:]}")
     try:
@@ -54,21 +61,13 @@ def architecture(path: Path, values: dict[str, Any], say: Callable[[str], None])
 
 def theirs(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Name (without `transformer.`) -> shape of each tensor that GPT2LMHeadModel stores."""
-    C, V = config.n_embd, config.vocab_size
-    shapes = {"wte.weight": (V, C), "wpe.weight": (config.block_size, C), "ln_f.weight": (C,),
-              "ln_f.bias": (C,)}
-    for layer in (f"h.{i}" for i in range(config.n_layer)):
-        for part in ("ln_1", "ln_2"):
-            shapes |= {f"{layer}.{part}.weight": (C,), f"{layer}.{part}.bias": (C,)}
-        for part, (n_in, n_out) in CONV1D.items():
-            shapes |= {f"{layer}.{part}.weight": (n_in * C, n_out * C),
-                       f"{layer}.{part}.bias": (n_out * C,)}
-    return shapes if config.tie_embeddings else shapes | {"lm_head.weight": (V, C)}
+    return {name: shape[::-1] if name.startswith("h.") else shape  # blocks: matrices as (in, out)
+            for name, shape in shapes_with_biases(config).items()}
 
 
-def is_conv1d(name: str) -> bool:
-    """Whether it is a matrix that GPT2LMHeadModel stores transposed, as (in, out)."""
-    return name.endswith(".weight") and name.split(".", 2)[-1].removesuffix(".weight") in CONV1D
+def turned(name: str, w: Tensor) -> Tensor:
+    """A tensor of ours as they store it, or of theirs as ours."""
+    return w.T if name.startswith("h.") and w.ndim == 2 else w
 
 
 def headers(files: Iterable[Path], path: Path, config: GPTConfig) -> dict[str, tuple[Path, str]]:
@@ -76,17 +75,14 @@ def headers(files: Iterable[Path], path: Path, config: GPTConfig) -> dict[str, t
     found: dict[str, tuple[Path, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with opened(file) as f:
-            for name in f.keys():
-                ours, part = name.removeprefix("transformer."), f.get_slice(name)
-                if MASK.fullmatch(ours):
-                    continue
-                if ours in found or part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                    why = "there twice" if ours in found else f"of type {part.get_dtype()}"
-                    raise UserError(f"{file}: {name} is {why}; expected one tensor of real numbers")
-                found[ours], shapes[ours] = (file, name), tuple(part.get_shape())
-    layers = len({name.split(".")[1] for name in found if name.startswith("h.")})
-    if layers != config.n_layer:  # before a model of so many is described
+        if not file.exists():
+            raise UserError(f"{file}: missing, so the weights are not complete")
+        for name, shape in shapes_of(file, leave_out=MASK).items():
+            ours = name.removeprefix("transformer.")
+            if ours in found:
+                raise UserError(f"{file}: {name} is there twice; expected one tensor of each name")
+            found[ours], shapes[ours] = (file, name), shape
+    if (layers := layers_in(found)) != config.n_layer:  # before a model of so many is described
         raise UserError(f"{path}: n_layer is {config.n_layer}, but there are weights of {layers}")
     expected = theirs(config)
     if config.tie_embeddings and "lm_head.weight" in shapes:
@@ -99,23 +95,12 @@ def headers(files: Iterable[Path], path: Path, config: GPTConfig) -> dict[str, t
     return found
 
 
-def opened(path: Path) -> safe_open:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, ValueError) as e:
-        raise UserError(f"{path}: damaged: {e}") from None
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing, so the weights are not complete") from None
-
-
-def read(tensors: dict[str, tuple[Path, str]], config: GPTConfig,
-         rows: int) -> dict[str, Tensor]:
-    """The tensors of `headers` as our model has them, in fp32; of a vocabulary the first rows."""
+def read(tensors: dict[str, tuple[Path, str]], config: GPTConfig) -> dict[str, Tensor]:
+    """The tensors of `headers` as our model has them, in fp32."""
     weights = {}
     for ours, (file, name) in tensors.items():
-        with opened(file) as f:
-            w = f.get_tensor(name).float()
-        w = w.T if is_conv1d(ours) else w[:rows] if ours[:3] in ("wte", "lm_") else w
+        with safe_open(file, "pt") as f:
+            w = turned(ours, f.get_tensor(name).float())
         weights[ours] = w.clone(memory_format=torch.contiguous_format)
     if config.tie_embeddings and "lm_head.weight" in weights:
         if not torch.equal(weights.pop("lm_head.weight"), weights["wte.weight"]):
@@ -147,6 +132,6 @@ def stored(model: GPT) -> dict[str, Tensor]:
     ours, out = dict(model.named_parameters()), {}
     for name, shape in theirs(model.config).items():
         w = ours[name].detach().float() if name in ours else torch.zeros(shape)
-        w = w.T if is_conv1d(name) else w
-        out[name if name == "lm_head.weight" else f"transformer.{name}"] = w.contiguous()
+        stored_as = name if name == "lm_head.weight" else f"transformer.{name}"
+        out[stored_as] = turned(name, w).contiguous()
     return out

@@ -1,5 +1,7 @@
 """Reading a model back: its architecture and weights, which are not believed until they fit."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,18 +25,39 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: damaged: {e}") from None
 
 
-def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a file, by its header alone; UserError unless of real numbers."""
+def shapes_of(path: Path, leave_out: re.Pattern | None = None) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a file, by its header alone; UserError unless of real numbers.
+
+    leave_out: the names of what is not looked at.
+    """
     size_of(path)
     try:
         with safe_open(path, "pt") as f:
-            slices = {name: f.get_slice(name) for name in f.keys()}
+            slices = {name: f.get_slice(name) for name in f.keys()
+                      if not (leave_out and leave_out.fullmatch(name))}
             odd = {s.get_dtype() for s in slices.values()} - {"F32", "F16", "BF16", "F64"}
             if odd:
                 raise UserError(f"{path}: holds tensors of type {min(odd)}, which no model has")
             return {name: tuple(s.get_shape()) for name, s in slices.items()}
     except (SafetensorError, ValueError) as e:
         raise UserError(f"{path}: damaged: {e}") from None
+
+
+def layers_in(names: Iterable[str]) -> int:
+    """Of how many blocks there are weights, by our names, as h.0.ln_1.weight."""
+    return len({name.split(".")[1] for name in names if name.startswith("h.")})
+
+
+def shapes_with_biases(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """What a GPT-2 of this shape holds, by our names in the order of its layers, but no model."""
+    C, rows = config.n_embd, config.vocab_size
+    block = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "ln_2": (C,),
+             "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+    parts = {f"h.{i}.{part}": shape for i in range(config.n_layer) for part, shape in block.items()}
+    shapes = {"wte.weight": (rows, C), "wpe.weight": (config.block_size, C)}
+    for part, shape in (parts | {"ln_f": (C,)}).items():
+        shapes |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
+    return shapes if config.tie_embeddings else shapes | {"lm_head.weight": (rows, C)}
 
 
 def load_config(folder: Path) -> GPTConfig:
@@ -55,8 +78,7 @@ def load_config(folder: Path) -> GPTConfig:
 def refuse_lie(config: GPTConfig, path: Path) -> None:
     """UserError where an architecture is not that of a file of weights: before memory is taken."""
     shapes = shapes_of(path)
-    layers = len({name.split(".")[1] for name in shapes if name.startswith("h.")})
-    if layers != config.n_layer:
+    if (layers := layers_in(shapes)) != config.n_layer:
         raise UserError(f"{path}: does not fit the model: {layers} layers, not {config.n_layer}")
     for name, shape in (("wte.weight", (config.vocab_size, config.n_embd)),
                         ("wpe.weight", (config.block_size, config.n_embd))):

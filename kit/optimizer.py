@@ -46,10 +46,13 @@ def depth_factors(model: GPT, decay: float) -> dict[nn.Parameter, float]:
     (n_layer + 1) (ULMFiT, arXiv 1801.06146; in this form BEiT's).
     """
     top = model.config.n_layer + 1
-    depth = {"h": lambda name: int(name.split(".")[1]) + 1, "wte": lambda name: 0,
-             "wpe": lambda name: 0}
-    return {p: decay ** (top - depth.get(name.split(".")[0], lambda name: top)(name))
-            for name, p in model.named_parameters()}
+
+    def depth(name: str) -> int:
+        if name.startswith("h."):
+            return int(name.split(".")[1]) + 1
+        return 0 if name.startswith(("wte.", "wpe.")) else top
+
+    return {p: decay ** (top - depth(name)) for name, p in model.named_parameters()}
 
 
 class Muon(torch.optim.Muon):
@@ -162,16 +165,16 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
     return {p: name for name, p in model.named_parameters()}
 
 
-def optimizer_tensors(optimizers: list[Optimizer], model: nn.Module) -> dict:
+def state_tensors(optimizers: list[Optimizer], model: nn.Module) -> dict:
     """The optimizers' state as {parameter name.state name: tensor}, whatever groups there are."""
     names = names_of(model)
     return {f"{names[p]}.{key}": value for o in optimizers for p, state in o.state.items()
             for key, value in state.items()}
 
 
-def load_optimizer_tensors(optimizers: list[Optimizer], model: nn.Module,
+def load_state(optimizers: list[Optimizer], model: nn.Module,
                            tensors: dict[str, torch.Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave; UserError unless each parameter has all of it."""
+    """Put back what `state_tensors` gave; UserError unless each parameter has all of it."""
     names, expected = names_of(model), {}
     for o in optimizers:
         for p in (p for g in o.param_groups for p in g["params"]):

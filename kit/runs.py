@@ -17,7 +17,7 @@ from kit.device import DTYPES, choose_dtype, name_of
 from kit.distributed import Ranks, say
 from kit.errors import UserError
 from kit.files import hide, read_json, remove
-from kit.finding import WORDS, out_root, same_tokenizer
+from kit.finding import WORDS, out_root, same_place, same_tokenizer, settings_in
 from kit.loading import refuse_lie
 from kit.settings import Loaded, Say
 
@@ -80,6 +80,9 @@ def claim(out_dir: str | None, name: str, init_from: str, overwrite: bool, warn:
         path, free = free, base.with_name(f"{base.name}-{number}")
     if "TORCHELASTIC_RUN_ID" in os.environ and began_by(path, launch):
         init_from, overwrite = "resume", False
+    if not overwrite and init_from not in WORDS and has_run(path) and not is_over(path) \
+            and same_place((settings_in(path) or {}).get("init_from"), init_from):
+        init_from = "auto"  # the same command again
     if overwrite:
         inside = Path(init_from).resolve().is_relative_to(path.resolve())
         if init_from == "resume" or (init_from not in WORDS and inside):
@@ -137,6 +140,9 @@ def own(path: Path) -> BaseFileLock:
     """Make a folder if need be, lock it and tidy it; UserError if it is not ours to take."""
     if path.exists() and not path.is_dir():
         raise UserError(f"out_dir {path} is a file; a folder is needed")
+    if (path / "model.json").exists():
+        raise UserError(f"{path} holds weights alone, as an import makes them, and no run; give "
+                        "another --out_dir")
     if os.path.lexists(path / "ckpt") and not (path / "ckpt").is_dir():
         raise UserError(f"{path / 'ckpt'} is a file; the folder of checkpoints belongs there")
     for part in (*(path / name for name in OURS), *(path / "ckpt").glob("*")):
@@ -215,14 +221,10 @@ def settings_of(s: Any) -> dict[str, Any] | None:
     """The settings of the run that out_dir names, if it is to go on; for want of a config file."""
     if not s.out_dir or s.overwrite or s.init_from not in ("auto", "resume"):
         return None
-    for file in (Path(s.out_dir) / "config.json",
-                 *(f / "state.json" for f in checkpoint.newest_first(Path(s.out_dir)))):
-        with contextlib.suppress(
-                UserError, OSError, LookupError, TypeError, AttributeError):
-            saved = read_json(file)
-            settings = saved.get("run", saved)["settings"]
-            return {n: v for n, v in settings.items() if n not in ABOUT_THE_START}
-    return None
+    saved, drop = settings_in(Path(s.out_dir)), ABOUT_THE_START
+    if not checkpoint.newest_first(Path(s.out_dir)):  # it starts again, from the same weights
+        drop = drop - {"init_from", "extend_positions"}
+    return saved and {n: v for n, v in saved.items() if n not in drop}
 
 
 def command_to_go_on(loaded: Loaded, path: Path, ranks: Ranks) -> str:

@@ -28,7 +28,7 @@ class Loaded(NamedTuple):
     settings: Any
     files: list[Path]  # the config files, in order
     flags: list[str]  # as `--name=value`
-    given: set[str]  # names that a file or a flag set; all others are defaults
+    given: set[str]  # names that a file, a flag or the run before set; all others are defaults
 
 
 def load(cls: type, argv: list[str], default_config: str | None = None,
@@ -55,7 +55,7 @@ def load(cls: type, argv: list[str], default_config: str | None = None,
     settings = parse_flags(cls(**base | values), flags, hints)
     if hasattr(settings, "check"):
         settings.check()
-    given = {f[2:].partition("=")[0] for f in flags} | (set(values) if chosen else set())
+    given = {f[2:].partition("=")[0] for f in flags} | (set(values) if chosen else set(base))
     return Loaded(settings, paths, flags, given)
 
 

@@ -21,6 +21,9 @@ def own_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("BONSAI_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("BONSAI_OUT", str(tmp_path / "out"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of processes that a test starts
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of processes that a test starts
     torch.manual_seed(0)
 

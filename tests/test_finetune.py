@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from kit import positions
+from data import prepare
+from kit import checkpoint, finding, positions
 from kit.errors import UserError
 from kit.files import read_json
 from kit.finding import find_checkpoint
@@ -28,14 +29,6 @@ learning_rate = 1e-2
 min_lr = 1e-3
 dtype = "float32"
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -178,3 +171,108 @@ def test_erf_gelu_is_another_model(run):
     assert losses(tanh) != losses(erf)
     assert losses(tanh) == pytest.approx(losses(erf), abs=0.02)
     assert load_model(find_checkpoint(erf))[0].config.gelu == "erf"
+
+
+# -------------------------------------------------------------------------- starting and going on
+
+
+def test_the_same_command_goes_on_with_an_unfinished_run_from_weights(run, monkeypatch, capsys):
+    base = run("base")
+    whole = run("whole", f"--init_from={base}")
+
+    handle = train.Trainer.batches
+    monkeypatch.setattr(train.Trainer, "batches", lambda self, first: (
+        setattr(self.interrupt, "signal", 2 if self.progress.step == 3 else None),
+        handle(self, first))[1])
+    with pytest.raises(AssertionError):
+        run("parts", f"--init_from={base}")
+    assert "Go on with:" in capsys.readouterr().out
+    monkeypatch.undo()
+    path = run("parts", f"--init_from={base}")
+    assert "going on with" in capsys.readouterr().out
+    ours, theirs = weights(whole), weights(path)
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+    with pytest.raises(UserError, match="holds a run"):  # it is finished now
+        run("parts", f"--init_from={base}")
+
+
+def imported(run, tmp_path) -> Path:
+    """A folder of weights alone, as an import makes it."""
+    folder = find_checkpoint(run("first"))
+    model, tokenizer, _ = load_model(folder)
+    checkpoint.save_weights(tmp_path / "weights", model.config, dict(model.named_parameters()),
+                            tokenizer, {"from": "a test"})
+    return tmp_path / "weights"
+
+
+def test_a_run_from_weights_alone_and_never_inside_them(run, tmp_path):
+    folder = imported(run, tmp_path)
+    before = sorted(p.name for p in folder.iterdir())
+    with pytest.raises(UserError, match="holds weights alone"):
+        run("weights", f"--init_from={folder}")
+    assert sorted(p.name for p in folder.iterdir()) == before
+    path = run("tuned", f"--init_from={folder}", "--learning_rate=1e-6", "--min_lr=0")
+    assert losses(path)[0] < 5.5 - 0.5  # not from ln(257)
+
+
+@pytest.mark.parametrize("config", ["finetune", "sft"])
+def test_presets_for_given_weights(run, tmp_path, config, monkeypatch):
+    """As they are, but for the weights, the data and the number of updates."""
+    base = run("base", "--block_size=64")
+    samples = tmp_path / "sums.jsonl"
+    samples.write_text("".join(json.dumps(
+        {"prompt": f"{i}+{i}\n", "completion": f"twice {i}: {2 * i}"}) + "\n" for i in range(300)))
+    code = train.main([f"config/{config}.py", f"--init_from={base}", f"--dataset={samples}",
+                       "--max_iters=12", "--warmup_iters=2", "--eval_interval=6",
+                       "--learning_rate=1e-2", "--dtype=float32"])
+    path = tmp_path / "out" / config
+    assert code == 0 and losses(path)[-1] < losses(path)[0]
+    settings = read_json(path / "config.json")["settings"]
+    assert settings["optimizer"] == {"finetune": "adamw", "sft": "muon"}[config]
+
+
+def test_a_known_set_is_prepared_for_the_weights_unless_it_fits(run, tmp_path, monkeypatch):
+    """The tokenizer counts, not its name: bpe:300 of one text is not that of another."""
+    text = tmp_path / "known.txt"
+    text.write_text("".join(f"{i} green bottles\n" for i in range(900)))
+    monkeypatch.setitem(prepare.KNOWN, "known", prepare.Recipe(str(text), "bpe:300"))
+    base = run("base", "--tokenizer=bpe:300")
+    run("one", f"--init_from={base}", "--dataset=known")
+    names = sorted(p.name for p in (tmp_path / "data").glob("known*"))
+    assert len(names) == 1 and names[0] != "known"
+    prepare.resolve("known")
+    run("two", f"--init_from={base}", "--dataset=known")
+    flags = ["--dataset=known", f"--out_dir={tmp_path / 'own'}"]
+    assert train.main([str(tmp_path / "test.py"), *flags]) == 0
+    run("three", f"--init_from={tmp_path / 'own'}", "--dataset=known")
+    assert sorted(p.name for p in (tmp_path / "data").glob("known*")) == ["known", *names]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_with_its_weights_again(run, monkeypatch):
+    base = run("base", "--max_iters=60", "--eval_interval=60")
+    flags = [f"--init_from={base}", "--block_size=40", "--extend_positions=copy", "--freeze=wpe"]
+    whole = run("whole", *flags)
+
+    def killed(self):
+        raise SystemExit(137)
+
+    monkeypatch.setattr(train.Trainer, "save", killed)
+    with pytest.raises(SystemExit):
+        run("parts", *flags)
+    monkeypatch.undo()
+    assert (base.parent / "parts" / "config.json").exists()
+    assert train.main([f"--out_dir={base.parent / 'parts'}"]) == 0
+    ours, theirs = weights(whole), weights(base.parent / "parts")
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_another_spelling_of_the_source_is_the_same(run, tmp_path, monkeypatch):
+    base = run("base", "--max_iters=2")
+    monkeypatch.chdir(tmp_path)
+    assert finding.same_place(str(base), "base") and not finding.same_place(None, "base")
+    assert not finding.same_place(str(base), "elsewhere")
+
+
+def test_a_run_whose_source_is_gone_is_shown_the_way(run, tmp_path):
+    with pytest.raises(UserError, match="goes on without: python train.py --out_dir=RUN"):
+        run("parts", f"--init_from={tmp_path / 'gone'}")

@@ -26,7 +26,7 @@ def save(path, model, tokenizer_json, state):
 
 
 def make_run(path, tokenizer_json, vocab_size, *, steps=(10, 20), best=10, favourite=None,
-             block_size=16):
+             block_size=16, **more):
     """A run folder with untrained checkpoints; `favourite`: ids it writes one after the other."""
     for step in steps:
         torch.manual_seed(step)
@@ -42,7 +42,7 @@ def make_run(path, tokenizer_json, vocab_size, *, steps=(10, 20), best=10, favou
                 for i, (a, b) in enumerate(following):
                     model.wte.weight[a, i] = model.lm_head.weight[b, i] = 1
         state = {"step": step, "rows": 0, "tokens": 0, "val_loss": 1.0, "val_bpb": 1.25,
-                 "finished": True, "best_step": best}
+                 "finished": True, "best_step": best} | more
         save(path, model, tokenizer_json, state)
     remember(path)
     return path
@@ -478,12 +478,15 @@ def test_the_pipes_of_the_readme(run):
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_quantize_tells_the_loss_where_the_data_is_at_hand(run, text_file, bits, capfd):
-    from data.build import prepare
-    from kit.files import write_json
+def test_quantize_tells_the_loss_where_the_data_is_at_hand(
+        run, text_file, bits, byte_tokenizer, capfd):
+    """Of the data that a checkpoint saw, also where the run was started with the text itself."""
+    from data.dataset import Dataset
+    from data.prepare import resolve
 
-    name = prepare([str(text_file)], "words", "byte", again=False, say=print).name
-    write_json(run / "config.json", {"settings": {"dataset": name}})
+    data = Dataset(resolve(str(text_file), "byte", print))
+    make_run(run, byte_tokenizer.to_json(), 257, run={
+        "settings": {"dataset": str(text_file)}, "dataset_hash": data.hash})
     err = write(capfd, f"--quantize={bits}", "--prompt=a")[1]
     assert f"weights in {bits}" in err
     told = re.search(rf"{bits}: loss ([\d.]+) on .* float32 ([\d.]+): [+-]", err)

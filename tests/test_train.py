@@ -852,7 +852,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
     (["--device=cuda:99"], "cuda:99"),
     (["--dtype=float16", "--device=cpu"], "float16"),
     (["--init_from=nowhere"], "init_from=nowhere"),
-    (["--init_from=gpt2"], "init_from=gpt2"),
+    (["--init_from=gpt3"], "init_from=gpt3"), (["--init_from=gpt2"], "gpt2: neither a folder nor"),
 ])
 def test_values_that_cannot_work(run, tmp_path, flags, words):
     with pytest.raises(UserError, match=words) as error:

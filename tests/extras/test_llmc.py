@@ -76,7 +76,7 @@ def test_gpt2_is_the_tokenizer_of_as_many_ids(tmp_path, monkeypatch):
     from data.tokenizer import make_tokenizer
 
     asked = []
-    monkeypatch.setattr("extras.nanogpt_ckpt.make_tokenizer",
+    monkeypatch.setattr("kit.importing.make_tokenizer",
                         lambda spec: asked.append(spec) or make_tokenizer(GPT2))
     model = make(vocab_size=50257, n_embd=4)
     convert(write(tmp_path / "model.bin", model, padded=50304), tmp_path / "w")
@@ -141,7 +141,7 @@ def test_no_header_gets_through(tmp_path_factory, values):
 def test_only_imported_weights_are_replaced(tmp_path):
     source = write(tmp_path / "model.bin", make())
     convert(source, tmp_path / "w", "byte")
-    with pytest.raises(UserError, match="is there already.*--overwrite"):
+    with pytest.raises(UserError, match="has imported weights already; --overwrite"):
         convert(source, tmp_path / "w", "byte")
     other = make(seed=1)
     write(source, other)

@@ -110,14 +110,14 @@ def test_rows_of_padding_are_cut(tmp_path, capsys):
     args, ids = ARGS | {"vocab_size": 50304, "n_embd": 8}, torch.arange(24) + 50230
     model = state(args)
     convert(save(tmp_path / "ckpt.pt", args, model), tmp_path / "w", GPT2)
-    assert "47 rows of padding beyond the 50,257 ids of gpt2: cut off" in capsys.readouterr().out
+    assert "50,304 rows, cut to the 50,257 ids of the tokenizer gpt2" in capsys.readouterr().out
     expected = reference(model, args, ids)[:, :50257]
     assert (logits(tmp_path / "w", ids) - expected).abs().max() < 1e-5
 
 
 def test_gpt2_is_the_tokenizer_of_as_many_ids_alone(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("extras.nanogpt_ckpt.make_tokenizer",
+    monkeypatch.setattr("kit.importing.make_tokenizer",
                         lambda spec: asked.append(spec) or make_tokenizer(GPT2))
     args = ARGS | {"vocab_size": 50257, "n_embd": 4}
     convert(save(tmp_path / "ckpt.pt", args, state(args)), tmp_path / "w")
@@ -175,7 +175,7 @@ def test_half_precision_is_read(tmp_path):
 def test_only_imported_weights_are_replaced(tmp_path):
     source, out = save(tmp_path / "ckpt.pt", ARGS, state(ARGS)), tmp_path / "w"
     convert(source, out, "byte")
-    with pytest.raises(UserError, match="is there already.*--overwrite"):
+    with pytest.raises(UserError, match="has imported weights already; --overwrite"):
         convert(source, out, "byte")
     save(source, ARGS, state(ARGS, seed=1))
     convert(source, out, "byte", overwrite=True)
@@ -243,7 +243,7 @@ WRONG = {  # changes of the arguments, of the weights -> what is said
     "nan": ({"dropout": math.nan}, {}, "dropout=nan"),
     "layers": ({"n_layer": 3}, {}, "2 layers in its weights, n_layer=3"),
     "many": ({"n_layer": 2**31 - 1}, {}, "2 layers in its weights, n_layer=2147483647"),
-    "wide": ({"n_embd": 2**30}, {}, r"wpe.weight is \(24, 16\), nanoGPT's is \(24, 1073741824\)"),
+    "wide": ({"n_embd": 2**30}, {}, r"wte.weight is \(257, 16\), nanoGPT's is \(257, 10737"),
     "context": ({"block_size": 25}, {}, r"wpe.weight is \(24, 16\), nanoGPT's is \(25, 16\)"),
     "bias": ({"bias": False}, {}, "attn.c_attn.bias is .*, nanoGPT's is absent"),
     "shape": ({}, {FC + ".weight": torch.zeros(64, 17)}, r"h.1.mlp.c_fc.weight is \(64, 17\)"),

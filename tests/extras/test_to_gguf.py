@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.build import prepare
+from data.dataset import Dataset
 from data.instruct import question
+from data.prepare import resolve
 from data.tokenizer import EOT, BPETokenizer, Tokenizer, make_tokenizer
 from extras import to_gguf
 from extras.gguf_vocabulary import PRE, vocabulary, with_end
 from extras.to_gguf import export, gguf_name
+from kit import checkpoint
 from kit.checkpoint import save_weights
 from kit.errors import UserError
-from kit.files import write_json
+from kit.finding import remember
 from model import GPT, GPTConfig
 from tests.conftest import make_text
 
@@ -264,21 +266,24 @@ def test_without_the_package_a_line_says_what_to_install(tmp_path, bpe, monkeypa
 
 
 def chat_run(folder: Path, bpe: Tokenizer, records: list[dict], name: str) -> Path:
-    """A run on instruction data that is here."""
+    """A run on instruction data that is here, named by its file."""
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (folder / "tokenizer.json").write_text(json.dumps(bpe.to_json()))
-    prepare([str(folder / f"{name}.jsonl")], name, str(folder / "tokenizer.json"),
-            say=lambda line: None)
-    run = folder / f"run-{name}"
-    save(run / "ckpt" / "step_000001", bpe, **SHAPES["bare"])
-    write_json(run / "config.json", {"settings": {"dataset": name}})
+    source = folder / f"{name}.jsonl"
+    data = Dataset(resolve(str(source), str(folder / "tokenizer.json"), lambda line: None))
+    run, model = folder / f"run-{name}", save(folder / "w", bpe, **SHAPES["bare"])
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = {"step": 1, "run": {"settings": {"dataset": str(source)}, "dataset_hash": data.hash}}
+    (run / "ckpt").mkdir(parents=True)
+    checkpoint.write(run / "ckpt" / "step_000001", model.config, weights, None, bpe.to_json(),
+                     state)
     return run
 
 
 def test_a_chat_has_its_template(tmp_path, bpe):
     chats = [{"messages": [{"role": "user", "content": f"the man {i}"},
                            {"role": "assistant", "content": "that was"}]} for i in range(40)]
-    pairs_ = [{"prompt": f"the man {i}", "completion": " that was"} for i in range(40)]
+    pairs_ = [{"prompt": f"the\n{i}" * (i % 2), "completion": " that was"} for i in range(40)]
     for name, records in ("chats", chats), ("pairs", pairs_):
         run = chat_run(tmp_path, bpe, records, name)
         export(str(run), tmp_path / f"{name}.gguf")
@@ -462,6 +467,12 @@ def test_what_the_parser_hands_on(tmp_path, bpe, capsys):
     save(tmp_path / "w", bpe, **SHAPES["bare"])
     assert to_gguf.main([str(tmp_path / "w"), str(tmp_path / "m.gguf"), "--type=q4_0"]) == 0
     assert "in q4_0" in capsys.readouterr().out
+    remember(tmp_path / "w")
+    assert to_gguf.main([str(tmp_path / "n.gguf"), "--type=q4_0"]) == 0
+    assert f"of the newest run: {tmp_path / 'w'}" in capsys.readouterr().out
+    assert (tmp_path / "n.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    with pytest.raises(UserError, match="is there already"):  # a run, and no FILE
+        to_gguf.main([str(tmp_path / "w"), "--overwrite"])
     with pytest.raises(SystemExit) as caught:
         to_gguf.main([str(tmp_path / "w"), str(tmp_path / "m.gguf"), "--type=q5_0"])
     assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1

@@ -71,7 +71,7 @@ def by_hand(model, batches, separator: int | None) -> dict[str, float]:
                         text_nats -= logp[row, t, target].item()
                         n_bytes += LENGTHS[target]
     return {"loss": nats / n, "perplexity": math.exp(nats / n),
-            "bpb": text_nats / math.log(2) / n_bytes}
+            "bpb": text_nats / math.log(2) / n_bytes, "tokens": n, "bytes": n_bytes}
 
 
 @pytest.mark.parametrize("separator", [10, None])

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -305,3 +307,64 @@ def test_files_are_as_readable_as_any_other_and_never_executable(path):
     files.write_json(path, VALUE)
     assert path.stat().st_mode == (path.parent / "plain").stat().st_mode
     assert not path.stat().st_mode & 0o111
+
+
+# ------------------------------------------------------------------------------------ whole folders
+
+
+def whole(folder: Path) -> dict[str, str]:
+    return {p.name: p.read_text() for p in folder.iterdir()}
+
+
+def put(folder: Path, text: str) -> None:
+    with files.replacing_folder(folder) as aside:
+        (aside / "a").write_text(text)
+
+
+def test_a_folder_is_replaced_whole_or_stays(tmp_path):
+    folder = tmp_path / "run [1]"
+    put(folder, "old")
+    put(folder, "new")
+    with pytest.raises(OSError, match="full"), files.replacing_folder(folder) as aside:
+        (aside / "a").write_text("half")
+        raise OSError("full")
+    assert whole(folder) == {"a": "new"} and [*tmp_path.iterdir()] == [folder]
+
+
+def test_where_the_new_one_cannot_be_put_the_old_one_comes_back(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "x", Path.rename
+    put(folder, "old")
+
+    def fail(old: Path, new: Path) -> Path:
+        if new == folder and "-old-" not in old.name:
+            raise OSError("no")
+        return rename(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="no"):
+            put(folder, "new")
+    assert whole(folder) == {"a": "old"} and [*tmp_path.iterdir()] == [folder]
+
+
+def test_two_processes_may_write_the_same_folder(tmp_path, monkeypatch):
+    """Each has its own place aside, and one of them wins."""
+    folder = tmp_path / "x"
+    with files.replacing_folder(folder) as aside:
+        (aside / "a").write_text("first")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", os.getppid)
+            put(folder, "second")
+            assert whole(folder) == {"a": "second"} and aside.exists()
+    assert whole(folder) == {"a": "first"} and [*tmp_path.iterdir()] == [folder]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="os.kill")
+def test_what_the_dead_left_aside_goes_and_nothing_else(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    mine = [f".tmp-{os.getppid()}-x", ".tmp-old-y", ".tmp-abc-x", f".tmp-{child.pid}-y", ".tmp-x"]
+    for name in (*mine, f".tmp-{child.pid}-x"):
+        (tmp_path / name).mkdir()
+    put(tmp_path / "x", "new")
+    assert {p.name for p in tmp_path.iterdir()} == {*mine, "x"}

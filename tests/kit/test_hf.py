@@ -4,9 +4,13 @@ import ast
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from data.instruct import encode as encode_chat
 from data.tokenizer import from_json, make_tokenizer
 from kit import checkpoint, hf, hf_export, hf_weights
 from kit.errors import UserError
+from kit.finding import remember
 from kit.hf import import_model, main, pretrained
 from kit.hf_export import export_run
 from kit.hf_tokenizer import to_hf
@@ -209,7 +214,7 @@ def test_padded_rows_are_cut(tmp_path):
         assert ours.config.vocab_size == 257 == ours.lm_head.weight.size(0)
         logits = theirs(some_ids(12)).logits[..., :257]
         torch.testing.assert_close(ours.eval()(some_ids(12)), logits, atol=1e-5, rtol=1e-5)
-    assert "vocabulary: 320 rows, cut to the 257 ids of the tokenizer" in said
+    assert "vocabulary: 320 rows, cut to the 257 ids of the tokenizer byte" in said
 
 
 def test_what_is_left_out_takes_their_defaults(tmp_path):
@@ -234,7 +239,7 @@ def test_a_tokenizer_by_hand(tmp_path):
     assert main(["import", str(folder), f"--out_dir={tmp_path / 'ours'}", "--tokenizer=byte"]) == 0
     assert load_model(tmp_path / "ours")[1]["hash"] == BYTE.hash
     for spec in ("char", "bpe:300"):
-        with pytest.raises(UserError, match=f"--tokenizer={spec} is made from text"):
+        with pytest.raises(UserError, match=f"--tokenizer={spec} is learned from a text"):
             main(["import", str(folder), f"--tokenizer={spec}"])
 
 
@@ -252,16 +257,16 @@ def test_a_tokenizer_by_hand(tmp_path):
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ({"add_cross_attention": True}, "add_cross_attention is True"),
     ({"n_head": 3}, "n_embd=16 is not a multiple of n_head=3"),
-    ({"n_embd": "16"}, "not the numbers of a model"),
-    ({"n_layer": True}, "not the numbers of a model"),
+    ({"n_embd": "16"}, "n_embd is '16'; this model has a whole number"),
+    ({"n_layer": True}, "n_layer is True"),
     ({"n_layer": 10**9}, "n_layer is 1000000000, but there are weights of 2"),
-    ({"n_layer": 10**30}, "not the numbers of a model"),
+    ({"n_layer": 10**30}, "n_layer is 10000000000"),
     ({"n_embd": 2**30, "n_head": 1}, r"is \(48,\), in the model of config.json \(3221225472,\)"),
-    ({"n_positions": -1}, "not the numbers of a model"),
+    ({"n_positions": -1}, "n_positions is -1"),
     ({"n_positions": 13}, r"wpe.weight is \(12, 16\), in the model of config.json \(13, 16\)"),
     ({"vocab_size": 258}, r"wte.weight is \(257, 16\), in the model of config.json \(258, 16\)"),
     ({"resid_pdrop": 1.0}, "dropout=1.0"),
-    ({"resid_pdrop": None}, "not the numbers of a model"),
+    ({"resid_pdrop": None}, "resid_pdrop is None; this model has a number"),
     ({"resid_pdrop": float("nan")}, "dropout=nan"),
     ({"tie_word_embeddings": False}, "lm_head.weight is absent"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
@@ -280,7 +285,7 @@ def test_a_configuration_that_ours_cannot_be(tmp_path, changes, message):
     (lambda t: t.update({"score.weight": torch.ones(3)}), r"score.weight is \(3,\), .* absent"),
     (lambda t: t.update({"ln_f.bias": torch.ones(16)}), "ln_f.bias is there twice"),
     (lambda t: t.update({"transformer.ln_f.bias": torch.ones(16, dtype=torch.int32)}),
-     "transformer.ln_f.bias is of type I32"),
+     "holds tensors of type I32, which no model has"),
     (lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.ones(64, 16)}),
      r"h.0.mlp.c_fc.weight is \(64, 16\), in the model of config.json \(16, 64\)"),
     (lambda t: t.update({"lm_head.weight": torch.ones(257, 16)}), "lm_head.weight is not wte"),
@@ -422,6 +427,122 @@ def test_init_from_gpt2_imports_once(tmp_path, cache, monkeypatch):
         assert pretrained(text, said.append) is None
 
 
+@pytest.mark.parametrize("name, about, what", (
+    ("gpt2", {"from": "nanoGPT's ckpt.pt"}, "weights of nanoGPT's ckpt.pt"),
+    ("gpt2", {"from": "gpt2", "revision": None}, "weights of gpt2"),  # of a folder of that name
+    ("gpt2-xl", {"from": "openai-community/gpt2", "revision": "5a"}, "weights of openai-commun"),
+    ("gpt2-medium", None, "something else")))
+def test_other_weights_are_not_taken_for_gpt2(tmp_path, name, about, what):
+    folder = ours_saved(tmp_path / "out" / name, our_model())
+    state = {"step": 0, "rows": 0, "tokens": 0} | ({"imported": about} if about else {})
+    ours_saved(folder, our_model(), **state)
+    with pytest.raises(UserError, match=f"takes {folder}, but that holds {what}.* and not open"
+                       f".*move it away, or .*--init_from={folder}") as caught:
+        pretrained(name, quiet)
+    assert "\n" not in str(caught.value)
+
+
+def test_gpt2_that_is_damaged_is_named(tmp_path, cache):
+    cache("openai-community/gpt2")
+    path = pretrained("gpt2", quiet) / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
+        pretrained("gpt2", quiet)
+
+
+def test_gpt2_by_its_long_name_is_gpt2(tmp_path, cache):
+    cache("openai-community/gpt2")
+    folder = import_model("openai-community/gpt2", tmp_path / "out" / "gpt2", say=quiet)
+    before = folder.stat().st_ino
+    (folder / "ckpt").mkdir()  # of a run in it
+    assert pretrained("gpt2", quiet) == folder and folder.stat().st_ino == before
+
+
+def test_two_that_start_at_once_import_once(tmp_path, cache, monkeypatch):
+    cache("openai-community/gpt2")
+    calls, said, locate = [], [], hf.locate
+
+    def slow(name: str):
+        calls.append(name)
+        time.sleep(0.3)
+        return locate(name)
+
+    monkeypatch.setattr(hf, "locate", slow)
+    with ThreadPoolExecutor() as pool:
+        made = [*pool.map(lambda _: pretrained("gpt2", said.append), range(3))]
+    assert made == [tmp_path / "out" / "gpt2"] * 3 and calls == ["gpt2"] and load_model(made[0])
+    assert said.count("waiting for another process that is importing gpt2") == 2
+    assert {p.name for p in (tmp_path / "out").iterdir()} <= {"gpt2", ".gpt2.lock"}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A repository of the hub, by its files, and what was asked of it; no network."""
+    there, asked = theirs_saved(tmp_path / "repo"), []
+
+    def download(repo: str, revision: str | None = None, allow_patterns=()) -> str:
+        asked.append((repo, revision, [*allow_patterns]))
+        to = tmp_path / "hub" / "models--some--one" / "snapshots" / "ab"
+        for path in [p for p in there.rglob("*") if p.is_file()]:
+            name = path.relative_to(there).as_posix()
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (to / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, to / name)
+        return str(to)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return there, asked, tmp_path / "hub"
+
+
+@pytest.mark.parametrize("parts", (1, 2))
+def test_of_the_hub_the_weights_come_last_and_alone(tmp_path, hub, parts):
+    there, asked, cached = hub
+    if parts == 2:
+        (there / "model.safetensors").unlink()
+        theirs_saved(there, max_shard_size="10KB")
+    wanted = {p.name for p in there.glob("*.safetensors")}
+    (there / "onnx").mkdir()
+    for extra in ("onnx/model.safetensors", "other.safetensors", "pytorch_model.bin"):
+        (there / extra).write_bytes(b"x")
+    import_model("some/one", tmp_path / "ours", say=quiet)
+    (_, first, texts), (_, revision, files) = asked
+    assert first is None and revision == "ab" and {*files} == wanted
+    assert not any("*" in name or "safetensors" in name.replace(".index.json", "").replace(
+        "model.safetensors", "") for name in texts) and {"config.json", "merges.txt"} <= {*texts}
+    assert {p.name for p in cached.rglob("*.safetensors")} == wanted
+    assert load_model(tmp_path / "ours")[2]["imported"] == {"from": "some/one", "revision": "ab"}
+
+
+def test_of_a_model_that_is_none_no_weights_are_fetched(tmp_path, hub):
+    there, asked, cached = hub
+    edit_config(there, model_type="llama")
+    with pytest.raises(UserError, match="model_type is 'llama'"):
+        import_model("some/one", tmp_path / "ours", say=quiet)
+    assert len(asked) == 1 and not [*cached.rglob("*.safetensors")]
+
+
+def test_an_index_of_the_hub_cannot_ask_for_more(tmp_path, hub):
+    there, asked, _ = hub
+    for name in ("*", "../x.safetensors", "*.safetensors", "pytorch_model.bin"):
+        (there / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(UserError, match="no map of tensors to files of its folder"):
+            import_model("some/one", tmp_path / "ours", say=quiet)
+    assert all("*" not in "".join(names) for _, _, names in asked)
+
+
+@pytest.mark.parametrize("name", (".", "../theirs", "./", "sub/.."))
+def test_a_folder_has_a_name_of_its_own(tmp_path, monkeypatch, capsys, name):
+    """`.` is none: out/ itself, with all runs in it, would become a checkpoint."""
+    folder = theirs_saved(tmp_path / "theirs")
+    (folder / "sub").mkdir()
+    monkeypatch.chdir(folder)
+    assert main(["import", name]) == 0
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["theirs"]
+    assert load_model(tmp_path / "out" / "theirs")[2]["imported"]["from"] == "theirs"
+
+
 @pytest.mark.parametrize("name", ("gpt2", "nobody/nothing", "nothing"))
 def test_a_name_that_is_not_to_be_had(tmp_path, cache, name):
     with pytest.raises(UserError, match=f"{name}: neither a folder nor to be had from huggingf"):
@@ -496,6 +617,16 @@ def test_a_model_of_chats_gets_their_template(tmp_path):
     assert ids == encode_chat(json.dumps(chats[7]), BYTE)[0].tolist()
     card = (export / "README.md").read_text()
     assert "apply_chat_template" in card and "| training documents |" in card
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"user\n{i}", "completion": f"{i}"}) + "\n"
+                            for i in range(40)))
+    data = Dataset(prepare([str(path)], "pairs", "byte", say=quiet))
+    ours_saved(tmp_path / "q", our_model(), step=1, tokens=1,
+               run={"settings": {"dataset": str(path)}, "dataset_hash": data.hash})
+    pairs = export_run(str(tmp_path / "q"), tmp_path / "g", None, False, quiet)
+    assert AutoTokenizer.from_pretrained(pairs).chat_template is None
+    card = (pairs / "README.md").read_text()
+    assert "apply_chat_template" not in card and "| training documents |" in card
     plain = export_run(str(ours_saved(tmp_path / "p", our_model())), tmp_path / "f", None, False,
                        quiet)
     assert AutoTokenizer.from_pretrained(plain).chat_template is None
@@ -529,6 +660,30 @@ def test_only_an_export_is_replaced(tmp_path):
         with pytest.raises(UserError, match="is there already|is of no export"):
             replaced(place)
     assert (tmp_path / "file").read_text() == "mine" and load_model(tmp_path / "run")
+
+
+def test_a_folder_of_another_with_the_same_names_is_no_export(tmp_path):
+    """As after fine-tuning there: all its names are ours, but not its weights."""
+    run = str(ours_saved(tmp_path / "run", our_model()))
+    theirs = theirs_saved(tmp_path / "theirs")
+    (theirs / "README.md").write_text("days of work")
+    assert {p.name for p in theirs.iterdir()} <= hf_export.WRITTEN
+    for content in (None, "{}", '{"format": 7}', "[]"):
+        if content:
+            (theirs / "bonsai.json").write_text(content)
+        with pytest.raises(UserError, match="has no bonsai.json of an export"):
+            export_run(run, theirs, None, True, quiet)
+    assert (theirs / "README.md").read_text() == "days of work"
+
+
+def test_without_a_run_the_newest_is_exported_and_said(tmp_path, capsys):
+    run = ours_saved(tmp_path / "run", our_model())
+    remember(run)
+    assert main(["export", str(tmp_path / "e")]) == 0
+    assert f"of the newest run: {run}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "e" / "bonsai.json").read_text())["format"] == 1
+    with pytest.raises(UserError, match="run holds .*of no export|run is there already"):
+        main(["export", str(run)])  # a run, and no DIR
 
 
 def test_a_wrong_export_is_noticed_and_nothing_is_left(tmp_path, monkeypatch):
@@ -568,9 +723,9 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr(hf_export, "save_file", full)
     ours_saved(tmp_path / "run", our_model())
-    with pytest.raises(UserError, match=r"model\.safetensors: could not be written: No space"):
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
         export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
     assert not [p for p in tmp_path.iterdir() if "e" in p.name.removeprefix(".tmp-")[:1]]
 
@@ -596,7 +751,7 @@ def test_of_a_run_the_best_or_a_step(tmp_path, save):
 
 
 @pytest.mark.parametrize("arguments, hint", (
-    ([], "command"), (["imprt", "gpt2"], "imprt"), (["import"], "NAME"), (["export", "a"], "DIR"),
+    ([], "command"), (["imprt", "gpt2"], "imprt"), (["import"], "NAME"), (["export"], "DIR"),
     (["import", "gpt2", "--outdir=x"], "did you mean --out_dir"),
     (["export", "a", "b", "--step=x"], "--step")))
 def test_a_mistake_is_one_line(capsys, arguments, hint):
@@ -604,6 +759,13 @@ def test_a_mistake_is_one_line(capsys, arguments, hint):
         main(arguments)
     error = capsys.readouterr().err
     assert caught.value.code == 2 and error.count("\n") == 1 and hint in error
+
+
+def test_training_imports_no_export():
+    """train.py imports kit.hf at each start."""
+    done = subprocess.run([sys.executable, "-c", "import kit.hf, sys; print(*sys.modules)"],
+                          cwd=CLONE, capture_output=True, text=True)
+    assert "kit.hf" in done.stdout.split() and "kit.hf_export" not in done.stdout.split()
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed():

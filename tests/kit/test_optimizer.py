@@ -12,11 +12,11 @@ from kit.optimizer import (
     Muon,
     build_optimizers,
     freeze,
-    load_optimizer_tensors,
+    load_state,
     lr_factor,
-    optimizer_tensors,
     set_lr,
     split_parameters,
+    state_tensors,
 )
 from train import TrainSettings
 
@@ -230,14 +230,14 @@ def test_optimizers_go_on_bit_for_bit(tiny, optimizer, tie):
     optimizers = build_optimizers(model, s)
     for step in range(5):
         update(model, optimizers, step, s)
-    held = {k: v.clone() for k, v in optimizer_tensors(optimizers, model).items()}
+    held = {k: v.clone() for k, v in state_tensors(optimizers, model).items()}
     weights = {k: v.clone() for k, v in model.state_dict().items()}
 
     again = tiny(seed=9, tie_embeddings=tie)
     again.load_state_dict(weights)
     others = build_optimizers(again, s)
-    load_optimizer_tensors(others, again, held)
-    back = optimizer_tensors(others, again)
+    load_state(others, again, held)
+    back = state_tensors(others, again)
     assert back.keys() == held.keys()
     assert all(torch.equal(back[k], held[k]) and back[k].dtype == held[k].dtype for k in held)
     for step in range(5, 10):
@@ -250,9 +250,9 @@ def test_optimizers_go_on_bit_for_bit(tiny, optimizer, tie):
 def test_tensors_are_named_after_their_parameters(tiny, tie):
     model, s = tiny(tie_embeddings=tie), small(optimizer="muon")
     optimizers = build_optimizers(model, s)
-    assert optimizer_tensors(optimizers, model) == {}  # nothing before the first update
+    assert state_tensors(optimizers, model) == {}  # nothing before the first update
     update(model, optimizers, 0, s)
-    tensors = optimizer_tensors(optimizers, model)
+    tensors = state_tensors(optimizers, model)
     assert {k.rpartition(".")[0] for k in tensors} == {n for n, _ in model.named_parameters()}
     assert tensors["wte.weight.exp_avg"].shape == model.wte.weight.shape
     assert tensors["h.1.attn.c_attn.weight.momentum_buffer"].shape == (48, 16)
@@ -265,21 +265,21 @@ def test_state_that_does_not_fit_is_no_silent_loss(tiny, optimizer):
     model, s = tiny(), small(optimizer=optimizer)
     optimizers = build_optimizers(model, s)
     update(model, optimizers, 0, s)
-    whole = optimizer_tensors(optimizers, model)
+    whole = state_tensors(optimizers, model)
     fresh = build_optimizers(model, s)
 
     def refused(changes: dict, words: str) -> None:
         tensors = {n: t for n, t in (whole | changes).items() if t is not None}
         with pytest.raises(UserError, match="does not fit the model: " + words):
-            load_optimizer_tensors(fresh, model, tensors)
-        assert optimizer_tensors(fresh, model) == {}
+            load_state(fresh, model, tensors)
+        assert state_tensors(fresh, model) == {}
 
     refused({"h.7.ln_1.weight.exp_avg": torch.zeros(16)}, r"h\.7\.ln_1\.weight\.exp_avg is unknown")
     for name in whole:
         refused({name: None}, f"{name} is missing")
     refused({"h.0.attn.c_attn.weight.max_exp_avg_sq": torch.zeros(48, 16)}, "h.0.*is unknown")
     with pytest.raises(UserError, match=r"wpe.weight.exp_avg is \(16, 8\).*expected \(8, 16\)"):
-        load_optimizer_tensors(fresh, model, whole | {"wpe.weight.exp_avg": torch.zeros(16, 8)})
+        load_state(fresh, model, whole | {"wpe.weight.exp_avg": torch.zeros(16, 8)})
 
 
 def test_muon_is_the_librarys_within_its_rounding():

@@ -20,5 +20,5 @@ min_lr = 0.0
 warmup_iters = 10
 schedule = "linear"
 cooldown = 1.0
-dropout = 0.1
+dropout = 0.0  # 0.1 cost a small model 0.19 nats in 300 updates; many epochs may want it
 weight_decay = 0.1

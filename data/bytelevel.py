@@ -36,10 +36,14 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 def pair_of(token: bytes, rank: dict[bytes, int]) -> tuple[bytes, bytes]:
     parts, limit = [token[i : i + 1] for i in range(len(token))], rank[token]
+    ranks = [rank.get(token[i : i + 2], limit) for i in range(len(token) - 1)]  # of part i and next
     while len(parts) > 2:
-        ranks = [rank.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
-        i = min(range(len(ranks)), key=ranks.__getitem__)
-        if ranks[i] >= limit:
+        first = min(ranks)
+        if first >= limit:
             raise ValueError(f"no two earlier tokens make {token!r}")
+        i = ranks.index(first)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        del ranks[i]
+        for j in range(max(i - 1, 0), min(i + 1, len(ranks))):  # its neighbours' alone are others
+            ranks[j] = rank.get(parts[j] + parts[j + 1], limit)
     return parts[0], parts[1]

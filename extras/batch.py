@@ -20,6 +20,7 @@ from torch import Tensor
 
 from extras.row import Group, Row, groups_of
 from kit.fast import FEW, NativeMatrix
+from kit.sampling import Sampler
 from model import GPT, KVCache
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,17 @@ def blank(k: Tensor, rows: int, length: int) -> Tensor:
     except OSError as e:
         raise MemoryError from e
     return torch.frombuffer(memory, dtype=k.dtype).view(shape)
+
+
+def choose(sampler: Sampler, logits: Tensor
+           ) -> tuple[list[int], list[FloatingPointError | None]]:
+    """A token for each row of the logits (B, V), and what is wrong with the row's logits."""
+    try:
+        return sampler(logits).tolist(), [None] * len(logits)
+    except FloatingPointError as e:  # before anything was drawn
+        fine = logits.amax(-1).isfinite()  # the largest of a row with a NaN is NaN
+        logits[~fine] = 0  # of which anything may be drawn: nobody will see it
+        return sampler(logits).tolist(), [None if ok else e for ok in fine.tolist()]
 
 
 class Batch:
@@ -104,18 +116,13 @@ class Batch:
 
     def write(self, logits: Tensor, groups: list[Group]) -> None:
         """Choose a token for each row of the logits (B, V)."""
-        fine = logits.amax(-1).isfinite()  # the largest of a row with a NaN is NaN
-        if not fine.all():
-            logits[~fine] = 0  # of which anything may be drawn: nobody will see it
-        fine = fine.tolist()
         for rows, at, sampler in groups:
-            ids = sampler(logits if at is None else logits[at]).tolist()
+            ids, errors = choose(sampler, logits if at is None else logits[at])
             choices = sampler.chosen or [None] * len(rows)
-            places = range(len(rows)) if at is None else at.tolist()
-            for place, row, id, choice in zip(places, rows, ids, choices, strict=True):
+            for row, id, choice, error in zip(rows, ids, choices, errors, strict=True):
                 try:
-                    if not fine[place]:
-                        raise FloatingPointError("the model's logits are not finite")
+                    if error:
+                        raise error
                     row.add(id, choice, self.tokenizer)
                     self.tokens += 1
                 except Exception as e:  # the others go on
@@ -196,7 +203,11 @@ class Batch:
             self.join(row, cache)
 
     def hidden(self, idx: Tensor, cache: KVCache) -> Generator[None, None, Tensor]:
-        """GPT.hidden of the last of idx (1, T), bit for bit -> (1, C); by layers if it is long."""
+        """GPT.hidden of the last of idx (1, T), bit for bit -> (1, C); by layers if it is long.
+
+        It repeats what model.py does, to pause between two layers. Where the two do not agree any
+        more, test_a_prompt_in_pieces_is_the_prompt of tests/extras/test_engine.py fails.
+        """
         model = self.model
         for part in idx.split(GPT.CHUNK, dim=1):
             T = part.size(1)

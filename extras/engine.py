@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from extras.batch import Batch
 from extras.row import Row
@@ -33,6 +34,8 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # this many alternatives for each token
     end: int | None = None  # the id that ends the text: its token comes, without text of its own
+    read: Tensor | None = None  # (V,) on the CPU: whether an id was read, for a repetition_penalty,
+    # where ids are not all of it; requests may share it
 
 
 class Token(NamedTuple):
@@ -124,7 +127,7 @@ class Engine:
         return self.batch.tokens
 
     def submit(self, request: Request, wake: Callable[[], None] = lambda: None) -> Job:
-        """A job, or Full; ValueError for what cannot be.
+        """A job, or Full; ValueError for what cannot be. Quick for ids that fit into the window.
 
         wake: called in the engine's thread when there is something to take or the job has ended;
         of jobs that share the very same one, once for all. It must be quick.

@@ -20,7 +20,7 @@ from data.prepare import Parser, tell
 from data.shards import LAYOUTS
 from kit.errors import UserError, run
 from kit.files import digest, size_of
-from kit.importing import guess_tokenizer, keep, next_step, refuse_place
+from kit.importing import finite, guess_tokenizer, keep, next_step, refuse_place
 from kit.loading import shapes_with_biases
 from model import GPTConfig
 
@@ -37,7 +37,7 @@ def convert(source: Path, out_dir: Path, tokenizer: str | None = None,
     made = guess_tokenizer(tokenizer, config.vocab_size, source)
     weights = dict(read_tensors(source, config, padded, dtype))
     about = {"from": "llm.c's model file", "file": source.name, "sha256": digest(source)}
-    keep(out_dir, config, weights, made, about, tell)
+    keep(out_dir, config, weights, made, about, tell, overwrite)
     tell(next_step(out_dir))
 
 
@@ -87,7 +87,8 @@ def read_tensors(path: Path, config: GPTConfig, padded: int, dtype: str
             at += stored.nbytes
             if dtype == "<u2":  # bf16 is the upper half of an fp32
                 stored = (stored.astype(np.uint32) << 16).view(np.float32)
-            yield name.format(layer), torch.from_numpy(stored.reshape(shape))
+            name_here = name.format(layer)
+            yield name_here, finite(path, name_here, torch.from_numpy(stored.reshape(shape)))
 
 
 def main(argv: list[str]) -> int:

@@ -18,7 +18,7 @@ from data import DataError
 from data.prepare import Parser, tell
 from kit.errors import UserError, run
 from kit.files import digest, size_of
-from kit.importing import MASK, guess_tokenizer, keep, next_step, refuse_place
+from kit.importing import MASK, finite, guess_tokenizer, keep, next_step, refuse_place
 from kit.loading import layers_in, shapes_with_biases
 from model import GPTConfig
 
@@ -41,7 +41,7 @@ def convert(source: Path, out_dir: Path, tokenizer: str | None = None, gelu: str
         tell("the output head is not the token embedding: kept as one of its own")
     config = GPTConfig(**args, tie_embeddings=tied, gelu=gelu)
     about = {"from": "nanoGPT's ckpt.pt", "file": source.name, "sha256": digest(source)}
-    keep(out_dir, config, weights, made, about, tell)
+    keep(out_dir, config, weights, made, about, tell, overwrite)
     tell(next_step(out_dir))
 
 
@@ -59,7 +59,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise UserError(f"{path}: its model is of type {type(checkpoint['model']).__name__}, "
                         "expected a dict of tensors")
     for given, tensor in checkpoint["model"].items():
-        name = our_name(str(given))
+        if not isinstance(given, str):
+            raise UserError(f"{path}: its model has the name {shown(given)}, expected text")
+        name = our_name(given)
         if MASK.fullmatch(name):
             continue
         sound = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in DTYPES and (
@@ -67,10 +69,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not sound:
             raise UserError(f"{path}: {given!s:.80} is no plain tensor of real numbers")
         if name in weights:
-            raise UserError(f"{path}: holds {name} twice")
+            raise UserError(f"{path}: holds {name:.80} twice")
         weights[name] = tensor.detach()
     refuse_misfit(path, args, weights)
-    return args, weights
+    return args, {name: finite(path, name, w) for name, w in weights.items()}
 
 
 def unpickle(path: Path) -> Any:
@@ -106,20 +108,28 @@ def architecture(path: Path, args: Any) -> dict[str, Any]:
     if not isinstance(args, dict):
         raise UserError(f"{path}: its model_args are no dict")
     plain = {"bias": bool, "dropout": (float, int), **dict.fromkeys(SIZES, int)}
-    if unknown := sorted(map(str, args.keys() - plain.keys())):
-        raise UserError(f"{path}: model_args has {unknown[0]:.50}, which nanoGPT's GPT has not; "
+    if unknown := sorted(map(shown, args.keys() - plain.keys())):
+        raise UserError(f"{path}: model_args has {unknown[0]}, which nanoGPT's GPT has not; "
                         "its architecture is another")
     if missing := [name for name in SIZES if name not in args]:
         raise UserError(f"{path}: model_args lacks {missing[0]}; no checkpoint of nanoGPT")
     for name, value in args.items():
         sound = isinstance(value, plain[name]) and isinstance(value, bool) == (name == "bias")
         if not sound or (name in SIZES and not 1 <= value < 2**31):
-            raise UserError(f"{path}: model_args has {name}={value!r:.50}")
+            raise UserError(f"{path}: model_args has {name}={shown(value)}")
     try:
         GPTConfig(**args)
     except ValueError as e:
         raise UserError(f"{path}: {e}") from None
     return {"bias": True, **args}
+
+
+def shown(value: Any) -> str:
+    """A value of the file in a few letters; lists can hold themselves a billion times over."""
+    if isinstance(value, str):
+        return repr(value[:50])
+    short = isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63)
+    return repr(value) if short else f"something of type {type(value).__name__}"
 
 
 def our_name(name: str) -> str:
@@ -145,7 +155,7 @@ def refuse_misfit(path: Path, args: dict[str, Any], weights: dict[str, Tensor]) 
     theirs.setdefault("lm_head.weight", ours["lm_head.weight"])  # some forks store it once
     if different := [n for n in {**ours, **theirs} if theirs.get(n) != ours.get(n)]:
         name = different[0]
-        raise UserError(f"{path}: does not fit its model_args: {name} is "
+        raise UserError(f"{path}: does not fit its model_args: {name:.80} is "
                         f"{theirs.get(name) or 'absent'}, nanoGPT's is {ours.get(name, 'absent')}")
 
 

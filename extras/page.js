@@ -55,6 +55,7 @@ async function run(prompt, accepted) {
 
 function complain(error) {
   $("error").textContent = error.message;
+  $("error").dataset.status = error.status ?? "";
   $("error").hidden = false;
   if (error.status === 401) $("key").parentElement.hidden = false;
 }
@@ -200,8 +201,12 @@ function scrolled() {
   height = window.scrollY;
 }
 
+/** Show the model's name; that takes the key, so there is nothing wrong with it any more. */
 function nameModel() {
-  modelName($("key").value).then((name) => ($("model").textContent = name), complain);
+  modelName($("key").value).then((name) => {
+    $("model").textContent = name;
+    if ($("error").dataset.status === "401") $("error").hidden = true;
+  }, complain);
 }
 
 $("write").addEventListener("click", write);

@@ -25,9 +25,7 @@ class Row:
         self.settings = {name: getattr(r, name) for name in SETTINGS}
         self.read = None  # (V,): whether it has read an id, for a repetition_penalty
         if r.repetition_penalty != 1:
-            read = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-            read[torch.tensor(r.ids)] = True
-            self.read = read.to(model.wte.weight.device) if model.wte.weight.is_cuda else read
+            self.read = read_of(r.ids, model.config.vocab_size) if r.read is None else r.read
 
     def add(self, id: int, choice: Choice | None, tokenizer: Any) -> None:
         r = self.job.request
@@ -37,6 +35,13 @@ class Row:
         data = b"" if id == r.end else tokenizer.token_bytes(id)
         text = self.stream.feed(data, ended is not None)
         self.job.put(id, text, choice, "stop" if self.stream.stopped else ended)
+
+
+def read_of(ids: list[int], vocab_size: int) -> Tensor:
+    """(V,): whether an id is one of these."""
+    read = torch.zeros(vocab_size, dtype=torch.bool)
+    read[torch.tensor(ids)] = True
+    return read
 
 
 Group = tuple[list[Row], Tensor | None, Sampler]  # rows, their places (None: all), who chooses
@@ -53,7 +58,8 @@ def groups_of(rows: list[Row], device: torch.device) -> list[Group]:
         sampler = Sampler([row.generator for row in some], prompts=[row.ids for row in some],
                           **some[0].settings)
         if some[0].read is not None:
-            sampler.read = torch.stack([row.read for row in some])
+            where = device if device.type == "cuda" else "cpu"  # as the sampler has its logits
+            sampler.read = torch.stack([row.read.to(where) for row in some])  # a copy of each
             for row, read in zip(some, sampler.read, strict=True):
                 row.read = read  # what the sampler notes from now on is the row's
         at = torch.tensor(places, device=device) if len(found) > 1 else None

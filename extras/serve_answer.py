@@ -12,8 +12,8 @@ from typing import Any
 from starlette.responses import Response
 
 from data.tokenizer import Tokenizer
-from extras.engine import Engine, Full, Request, Token
-from extras.serve_api import ApiError, Body, Chat
+from extras.engine import Engine, Full, Job, Request, Token
+from extras.serve_api import ApiError, Body, Chat, Prompt
 
 FINISH = {"stop": "stop", "length": "length", "timeout": "length"}
 PAUSE, EVENTS = 0.02, 320  # seconds between two events of a stream; events a second of them all
@@ -53,26 +53,24 @@ def finite(logprob: float) -> float:
 class Answer:
     """The answer to a request, whole or in pieces: one object of JSON each."""
 
-    def __init__(self, body: Body, model: str, prompts: Sequence[list[int]], tokenizer: Tokenizer,
-                 size: int):
+    def __init__(self, body: Body, model: str, prompts: Sequence[Prompt], tokenizer: Tokenizer):
         self.body, self.chat = body, isinstance(body, Chat)
         name = "chat.completion" if self.chat else "text_completion"
         self.head = {"id": ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12),
                      "object": name + ".chunk" if self.chat and body.stream else name,
                      "created": int(time.time()), "model": model}
-        echo = not self.chat and body.echo
-        self.begins = [tokenizer.decode(ids) if echo else "" for ids in prompts
-                       for _ in range(body.n)]
+        self.begins = [prompt.echo for prompt in prompts for _ in range(body.n)]
         self.told = None if self.chat or body.logprobs is None else [
             Logprobs(tokenizer, len(begin)) for begin in self.begins]
-        self.read = sum(min(size, len(ids)) for ids in prompts)  # of a long one the newest tokens
+        self.read = sum(len(prompt.ids) for prompt in prompts)  # of a long one the newest tokens
         self.written = [0] * len(self.begins)
 
     def choice(self, index: int, tokens: list[Token], ended: str | None) -> dict[str, Any]:
         """A text, or what is new of it."""
         text = "".join(token.text for token in tokens)
         finish = ended and FINISH[ended]
-        first, self.written[index] = not self.written[index], self.written[index] + len(tokens)
+        first = self.written[index] == 0
+        self.written[index] += len(tokens)
         if self.chat:
             message = {"role": "assistant"} if first else {}
             return {"index": index, "delta" if self.body.stream else "message":
@@ -103,7 +101,9 @@ class Writing:
     def __init__(self, engine: Engine, requests: Sequence[Request], seconds: float):
         self.engine, self.loop = engine, asyncio.get_running_loop()
         self.news, self.hurry, self.woken = asyncio.Event(), True, False
-        self.jobs, self.going, wake = [], {}, self.wake
+        self.jobs: list[Job] = []
+        self.going: dict[int, Job] = {}  # those that have not ended, by the number of their text
+        wake = self.wake  # one object, which the engine calls once for all: each self.wake is new
         if engine.closed:
             raise stopping()
         try:

@@ -10,15 +10,19 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
+
+from torch import Tensor
 
 from data import DataError, did_you_mean
 from data.instruct import canonical, encode
 from data.tokenizer import Tokenizer
 from extras.engine import Request
+from extras.row import read_of
 from kit.errors import plain
 from kit.sampling import start_ids
 from kit.settings import fits, options
+from model import GPTConfig
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false",
          list: "a list", dict: "an object", type(None): "null"}
@@ -162,21 +166,50 @@ def shown(value: Any) -> str:
 # ------------------------------------------------------------------------------------- the prompts
 
 
-def prompts_of(body: Body, tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each prompt; ApiError for what is no text of the model's."""
+class Prompt(NamedTuple):
+    """What n texts go on from. They share it: it may be long."""
+
+    ids: list[int]  # the newest, as many as the model sees
+    read: Tensor | None  # (V,): all that are in it, for a repetition_penalty
+    echo: str  # its text, where it shall be repeated
+
+
+def prompts_of(body: Body, tokenizer: Tokenizer, config: GPTConfig, most: int) -> list[Prompt]:
+    """All that takes long for long prompts, once for each; ApiError for what is no text of the
+    model's, and for more than `most` texts."""
     try:
         if isinstance(body, Chat):
-            return [chat_ids(body.messages, tokenizer)]
+            check_amount(body, 1, most)
+            return [prompt_of(chat_ids(body.messages, tokenizer), body, tokenizer, config)]
         value = body.prompt
         if value == [] or isinstance(value, list) and not (
                 all(type(v) is int for v in value) or all(type(v) is str for v in value)
                 or all(type(v) is list and all(type(id) is int for id in v) for v in value)):
             raise ApiError(f"prompt is {shown(value)}, expected a text, a list of ids, or a list "
                            "of either", param="prompt")
-        alone = isinstance(value, str) or type(value[0]) is int
-        return [prompt_ids(v, tokenizer) for v in ([value] if alone else value)]
+        several = value if isinstance(value, list) and type(value[0]) is not int else [value]
+        check_amount(body, len(several), most)
+        return [prompt_of(prompt_ids(v, tokenizer), body, tokenizer, config) for v in several]
     except DataError as e:
         raise ApiError(str(e), param="messages" if isinstance(body, Chat) else "prompt") from None
+
+
+def check_amount(body: Body, prompts: int, most: int) -> None:
+    """ApiError where a request asks for too many texts or tokens."""
+    if (total := prompts * body.n) > most:
+        raise ApiError(f"the request asks for {total} texts, at most {most} here", param="n")
+    values = total * body.max_tokens * (1 + (getattr(body, "logprobs", None) or 0))
+    if values > VALUES:
+        raise ApiError(f"the request asks for {values} tokens and alternatives, at most {VALUES} "
+                       "here", param="n")
+
+
+def prompt_of(ids: list[int], body: Body, tokenizer: Tokenizer, config: GPTConfig) -> Prompt:
+    echo = tokenizer.decode(ids) if getattr(body, "echo", False) else ""
+    if (letters := len(echo) * body.n) > VALUES:
+        raise ApiError(f"echo is of {letters} characters, at most {VALUES} here", param="echo")
+    read = None if body.repetition_penalty == 1 else read_of(ids, config.vocab_size)
+    return Prompt(ids[-config.block_size :], read, echo)
 
 
 def prompt_ids(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
@@ -204,20 +237,13 @@ def chat_ids(messages: list, tokenizer: Tokenizer) -> list[int]:
     return encode(sample, tokenizer)[0][:-1].tolist()
 
 
-def requests_of(body: Body, prompts: Sequence[list[int]], tokenizer: Tokenizer,
-                most: int) -> list[Request]:
-    """A request of the engine for each text: n of each prompt, in order."""
-    if (total := len(prompts) * body.n) > most:
-        raise ApiError(f"the request asks for {total} texts, at most {most} here", param="n")
-    values = total * body.max_tokens * (1 + (getattr(body, "logprobs", None) or 0))
-    if values > VALUES:
-        raise ApiError(f"the request asks for {values} tokens and alternatives, at most {VALUES} "
-                       "here", param="n")
+def requests_of(body: Body, prompts: Sequence[Prompt], end: int | None) -> list[Request]:
+    """A request of the engine for each text, which ends with `end`: n of each prompt, in order."""
     seed = secrets.randbits(32) if body.seed is None else body.seed
     make = partial(Request, max_tokens=body.max_tokens, temperature=float(body.temperature),
                    top_k=body.top_k, top_p=float(body.top_p), min_p=float(body.min_p),
                    repetition_penalty=float(body.repetition_penalty), stop=body.stops,
                    logprobs=getattr(body, "logprobs", None) if isinstance(body, Completion)
-                   else None, end=tokenizer.eot)
-    return [make(ids, seed=seed + i * body.n + j)
-            for i, ids in enumerate(prompts) for j in range(body.n)]
+                   else None, end=end)
+    return [make(prompt.ids, seed=seed + i * body.n + j, read=prompt.read)
+            for i, prompt in enumerate(prompts) for j in range(body.n)]

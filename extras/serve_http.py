@@ -1,11 +1,12 @@
-"""The server's HTTP: paths, who may ask, and an end to clients that are too slow."""
+"""The server's HTTP: paths, limits, and an end to clients that are too slow.
+
+What breaks HTTP itself (400) and connections beyond the limit (503) are answered by uvicorn, in a
+line of plain text; all else that goes wrong is told in OpenAI's form.
+"""
 
 import asyncio
-import hmac
-import json
 import logging
 import os
-import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from extras.engine import Engine
 from extras.serve_answer import Answer, Reply, Writing
-from extras.serve_api import ApiError, Body, Chat, Completion, prompts_of, read, requests_of
+from extras.serve_api import (
+    ApiError,
+    Body,
+    Chat,
+    Completion,
+    Prompt,
+    prompts_of,
+    read,
+    requests_of,
+)
+from extras.serve_guard import Guard, error, names_of
 
 SLOW = 10  # seconds for the head of a request, for its body, and for what nobody waits for
 STUCK = 30  # seconds for a client that reads nothing
 CONNECTIONS = 500  # that may be open beside those whose texts are written or wait
-LONG = 20_000  # bytes of a request from which on another thread makes its tokens
+LONG = 20_000  # bytes of a request from which on another thread reads it
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}  # of page.*
 HEADERS = [("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
            ("Cross-Origin-Resource-Policy", "same-origin"),
@@ -38,19 +49,20 @@ def make_app(s: Any, name: str, engine: Engine, tokenizer: Any, local: bool) -> 
     """The application for a model of this name. s: ServeSettings. local: it is bound to loopback.
     """
     app = FastAPI(openapi_url=None)
-    size, limit = engine.model.config.block_size, s.max_concurrent + s.max_waiting
+    config, limit = engine.model.config, s.max_concurrent + s.max_waiting
 
-    async def answer(kind: type[Body], request: Request) -> Response:
-        data = await body_of(request, s.max_body)
+    def understand(kind: type[Body], data: bytes) -> tuple[Body, list[Prompt]]:
         body = read(kind, data, s.max_tokens)
         if body.model not in ("", name):
             raise no_model(body.model, name)
-        if len(data) > LONG:
-            prompts = await asyncio.to_thread(prompts_of, body, tokenizer)
-        else:
-            prompts = prompts_of(body, tokenizer)
-        requests = requests_of(body, prompts, tokenizer, limit)
-        return Reply(Answer(body, name, prompts, tokenizer, size),
+        return body, prompts_of(body, tokenizer, config, limit)
+
+    async def answer(kind: type[Body], request: Request) -> Response:
+        data = await body_of(request, s.max_body)
+        body, prompts = await asyncio.to_thread(understand, kind, data) if len(data) > LONG else \
+            understand(kind, data)
+        requests = requests_of(body, prompts, tokenizer.eot)
+        return Reply(Answer(body, name, prompts, tokenizer),
                      Writing(engine, requests, s.max_seconds))
 
     @app.post("/v1/completions")
@@ -80,7 +92,8 @@ def make_app(s: Any, name: str, engine: Engine, tokenizer: Any, local: bool) -> 
 
     add_page(app)
     add_errors(app)
-    app.add_middleware(Guard, local=local, key=s.api_key and s.api_key.encode())
+    app.add_middleware(Guard, names=names_of(s.host, local), local=local,
+                       key=s.api_key and s.api_key.encode())
     return app
 
 
@@ -111,10 +124,6 @@ def add_errors(app: FastAPI) -> None:
         return error(ApiError("a fault of the server; its terminal says more", 500))
 
 
-def error(e: ApiError) -> Response:
-    return Response(json.dumps(e.to_json()), e.status, e.headers, "application/json")
-
-
 def no_model(asked: str, name: str) -> ApiError:
     return ApiError(f"no model {asked[:60]!r} here, this is {name!r}", 404, "model",
                     "model_not_found")
@@ -141,42 +150,6 @@ async def body_of(request: Request, most: int) -> bytes:
     except asyncio.TimeoutError:
         raise ApiError(f"the body did not come within {SLOW} s", 408,
                        headers={"Connection": "close"}) from None
-
-
-class Guard:
-    """Refuses what comes from other sites, or without the key, before anything else looks at it.
-
-    A page of any site may send requests to this machine. To read the answer it needs a name of its
-    own that leads here (DNS rebinding): then the Host is not ours. To write without reading is
-    refused by the Origin, which every browser sends, and by the type, which a form cannot have.
-    """
-
-    def __init__(self, app: Callable, local: bool, key: bytes | None):
-        self.app, self.local, self.key = app, local, key
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        app = self.app
-        if scope["type"] == "http" and (refusal := self.refusal(scope)):
-            app = error(refusal)
-        await app(scope, receive, send)
-
-    def refusal(self, scope: Any) -> ApiError | None:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        ours = r"(localhost|127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\])(:\d+)?"
-        if self.local and not re.fullmatch(ours, host, re.IGNORECASE):
-            return ApiError(f"host {host[:60]!r} is no name of this machine alone", 421)
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            return ApiError(f"a page of {origin[:60]!r} may not use this server", 403)
-        if self.key and scope["path"].startswith("/v1"):
-            given = headers.get(b"authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, b"Bearer " + self.key):
-                return ApiError("no api key, or a wrong one", 401, code="invalid_api_key",
-                                headers={"WWW-Authenticate": "Bearer"})
-        kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != "application/json":
-            return ApiError(f"content type {kind[:60]!r}, expected application/json", 415)
-        return None
 
 
 class Protocol(H11Protocol):

@@ -4,6 +4,8 @@ The file says that it is a GPT-2, which our model is. Matrices are in the type a
 biases and positions, which are small, in f32.
 """
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from data.prepare import Parser
 from data.tokenizer import from_json
 from extras.gguf_vocabulary import ALMOST, Vocabulary, vocabulary, with_end
 from kit.checkpoint import trained_with
-from kit.errors import UserError, run
+from kit.errors import UserError, plain, run
 from kit.files import replacing
 from kit.finding import find_checkpoint, find_run
+from kit.importing import finite
 from kit.loading import load_model, shapes_with_biases
 from model import GPT, GPTConfig
 
@@ -39,11 +42,13 @@ def export(source: str | None, file: Path, kind: str = "f16", step: int | None =
         raise UserError(f"{file} is there already; give another name, or replace it: --overwrite")
     folder = find_checkpoint(find_run(source), step)
     if source is None:
-        print(f"of the newest run: {folder}")
+        print(plain(f"of the newest run: {folder}"))
     model, json, state = load_model(folder)
     config, tokenizer = model.config, from_json(json)
     if config.attn_logn != "off":
         raise UserError(f"{folder}: attn_logn={config.attn_logn} is nothing that llama.cpp knows")
+    weights = {name: finite(folder, name, p.detach()).numpy()
+               for name, p in model.named_parameters()}
     made = vocabulary(tokenizer)
     if config.gelu == "erf":
         told = gelu_error(model)
@@ -51,7 +56,6 @@ def export(source: str | None, file: Path, kind: str = "f16", step: int | None =
             raise UserError(f"{folder}: gelu=erf, llama.cpp computes the tanh form: {told}; if "
                             "that will do, --approximate")
         print(f"gelu=erf, llama.cpp computes the tanh form: {told}")
-    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     if len(made.tokens) > config.vocab_size:
         weights = with_end(weights)
     if rows := -config.block_size % STEP:
@@ -61,16 +65,17 @@ def export(source: str | None, file: Path, kind: str = "f16", step: int | None =
         config = replace(config, block_size=config.block_size + rows)
         weights["wpe.weight"] = np.pad(weights["wpe.weight"], ((0, rows), (0, 0)), "edge")
     if made.pre in ALMOST:
-        print(f"{tokenizer.spec}: llama.cpp's {made.pre} is almost it: {ALMOST[made.pre]}")
+        print(plain(f"{tokenizer.spec}: llama.cpp's {made.pre} is almost it: {ALMOST[made.pre]}"))
     place = folder.resolve()
     title = place.parents[1].name if place.parent.name == "ckpt" else place.name
     _, name, hash = trained_with(state)
     data = of_run(hash, name, tokenizer)
     chat = CHAT_TEMPLATE if data and data.is_chat else ""
     write(file, config, weights, made, kind, title, chat)
-    print(f"written to {file}: {folder} in {kind}, {file.stat().st_size:,} bytes"
-          f"{', with the chat template of its data' if chat else ''}")
-    print(f"next: llama-completion -m {file} -p TEXT, or FROM {file} in a Modelfile of Ollama")
+    print(plain(f"written to {file}: {folder} in {kind}, {file.stat().st_size:,} bytes"
+                f"{', with the chat template of its data' if chat else ''}"))
+    print(plain(f"next: llama-completion -m {file} -p TEXT, or FROM {file} in a Modelfile of "
+                "Ollama"))
 
 
 # ------------------------------------------------------------------------------------ the file
@@ -121,11 +126,23 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
                 with np.errstate(over="ignore"):  # told below
                     data = gguf.quants.quantize(np.ascontiguousarray(w, np.float32), type_)
                 if data.dtype == np.float16 and not np.isfinite(data).all():
-                    raise UserError(f"{name} has weights beyond 65,504, the largest of f16, or "
-                                    "that are no numbers; take --type=f32")
+                    raise UserError(f"{name} has weights beyond 65,504, the largest of f16; take "
+                                    "--type=f32")
                 writer.write_tensor_data(data)
+        except OSError as e:  # numpy tells how much it wrote, and not why no more
+            raise (e if e.errno else why_no_more(aside)) from None
         finally:
             writer.close()
+
+
+def why_no_more(file: Path) -> OSError:
+    """What the system says when more is written to a file, as to a full disk."""
+    try:
+        with file.open("ab") as f:
+            f.write(bytes(1 << 20))
+    except OSError as e:
+        return e
+    return OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def zero_biases(config: GPTConfig) -> dict[str, np.ndarray]:

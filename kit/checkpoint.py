@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,18 @@ def save(run: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
 
 
 def save_weights(folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
-                 tokenizer: dict, about: dict[str, Any]) -> None:
+                 tokenizer: dict, about: dict[str, Any], overwrite: bool = True) -> None:
     """Write a folder of weights from elsewhere: a checkpoint before any update, without a run.
 
-    about: where they come from. UserError if the folder holds anything else than such weights.
+    about: where they come from. UserError if the folder holds anything else than such weights, or
+    those without `overwrite`, also if another process puts them there meanwhile.
     """
-    refuse_filled(folder, overwrite=True)
+    folder = Path(os.path.abspath(folder))
+    look = partial(refuse_filled, folder, overwrite)
+    look()
     folder.parent.mkdir(parents=True, exist_ok=True)
     write(folder, config, weights, None, tokenizer,
-          {"step": 0, "rows": 0, "tokens": 0, "imported": about})
+          {"step": 0, "rows": 0, "tokens": 0, "imported": about}, look)
 
 
 def refuse_filled(folder: Path, overwrite: bool) -> None:
@@ -105,12 +109,12 @@ def trained_with(state: dict[str, Any]) -> tuple[dict[str, Any], str | None, str
 
 def write(final: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
           optimizer: dict[str, torch.Tensor] | None, tokenizer: dict,
-          state: dict[str, Any]) -> None:
+          state: dict[str, Any], look: Callable[[], None] = lambda: None) -> None:
     """Write a checkpoint folder beside its place and put it there whole.
 
     One is there if a run goes over the same step again, or if weights are imported anew.
     """
-    with replacing_folder(final) as aside:
+    with replacing_folder(final, look) as aside:
         write_json(aside / "model.json", asdict(config))
         write_text(aside / "tokenizer.json", to_text(tokenizer))
         write_tensors(aside / "model.safetensors", weights, like="model.json")

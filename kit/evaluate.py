@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kit.checkpoint import WEIGHTS, check
+from kit.checkpoint import WEIGHTS, check, trained_with
 from kit.device import DTYPES, autocast, choose_device, choose_dtype, name_of, prepare_device
 from kit.distributed import Ranks, say
 from kit.errors import UserError, plain, run
@@ -160,11 +160,10 @@ def open_data(dataset: str | None, folder: Path, state: dict[str, Any]) -> tuple
     from data.dataset import Dataset
     from data.prepare import prepares_for, resolve
 
-    about = state.get("run") if isinstance(state.get("run"), dict) else {}
-    settings = about.get("settings") if isinstance(about.get("settings"), dict) else {}
+    settings, name, hash = trained_with(state)
     own = dataset is None
-    dataset = settings.get("dataset") if own else dataset
-    if not isinstance(dataset, str):
+    dataset = name if own else dataset
+    if dataset is None:
         raise UserError(f"{folder} does not say what it was trained on; give --dataset=")
     tokenizer = settings.get("tokenizer") if own else None
     started = own and settings.get("init_from", "auto") in WORDS  # so with the usual tokenizer
@@ -174,7 +173,7 @@ def open_data(dataset: str | None, folder: Path, state: dict[str, Any]) -> tuple
     long = "truncate" if settings.get("long_samples") == "truncate" else "drop"
     data = Dataset(resolve(dataset, tokenizer, note), tokenizer, long=long)
     same_tokenizer(folder, data.tokenizer)
-    if own and data.hash != about.get("dataset_hash"):
+    if own and data.hash != hash:
         note(f"note: {plain(dataset)} has changed since the run began")
     return dataset, data
 
@@ -201,9 +200,8 @@ def main(argv: list[str]) -> int:
     add("--debug", action="store_true", help="show tracebacks of mistakes")
     args = parser.parse_args(argv)
     told = measure(args)
-    if args.json:  # which has no NaN
-        odd = {k: None for k, v in told.items() if isinstance(v, float) and not math.isfinite(v)}
-        print(json.dumps(told | odd))
+    if args.json:
+        print(json.dumps(told))
         return 0
     t = {k: plain(v) if isinstance(v, str) else v for k, v in told.items()}
     print(f"{t['checkpoint']}, step {t['step']:,}\n{t['dataset']}, {t['split']}: {t['tokens']:,} "
@@ -237,6 +235,8 @@ def measure(args: Any) -> dict[str, Any]:
         prepare_device(device)
     result = evaluate_split(model.to(device), data, split, block_size, batch_size,
                             partial(autocast, device, dtype))
+    if not math.isfinite(result["loss"]):
+        raise UserError(f"{folder}: loss {result['loss']}: its weights are damaged, or overflow")
     digits = {"loss": 6, "bpb": 6, "perplexity": 5}  # those that rounding leaves alone
     figures = {k: float(f"{v:.{digits[k]}g}") if k in digits else v for k, v in result.items()}
     return {"checkpoint": str(folder), "step": state["step"], "dataset": dataset,

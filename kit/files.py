@@ -4,6 +4,7 @@ What is unfinished begins with `.tmp-`. Nothing read here is ever executed.
 """
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -11,13 +12,14 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from kit.errors import UserError
 
 FORMAT = 2  # 1 had no seal
+DISK = {getattr(errno, name, errno.EIO) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO")}
 LARGEST_JSON = 64 << 20  # bytes; the largest that we write is a tokenizer of a few megabytes
 
 
@@ -36,7 +38,8 @@ def sync(path: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, which becomes `path` when the block ends well and else is removed.
 
-    A reader sees the old file or the new one, and a full disk leaves the old one as it was.
+    A reader sees the old file or the new one, and a full disk leaves the old one as it was; an
+    error of the disk names `path`.
     """
     aside = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     aside.unlink(missing_ok=True)  # or we might write through a link that somebody laid there
@@ -45,10 +48,17 @@ def replacing(path: Path) -> Iterator[Path]:
         sync(aside)
         os.replace(aside, path)
         sync(path.parent)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+        name_file(e, aside, path)
         raise
+
+
+def name_file(error: BaseException, aside: Path, path: Path) -> None:
+    """Let an error of the disk name what was to be written, and not the place aside or nothing."""
+    if isinstance(error, OSError) and error.errno in DISK:
+        error.filename = str(error.filename or path).replace(str(aside), str(path), 1)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -116,10 +126,11 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing_folder(final: Path) -> Iterator[Path]:
+def replacing_folder(final: Path, look: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """An empty folder to write to, which becomes `final` when the block ends well and else goes.
 
-    What is there stays until then, and comes back where the new one cannot take its place.
+    What is there stays until then, and comes back where the new one cannot take its place. look:
+    called just before that, it may raise because of what another process has put there meanwhile.
     """
     clear(final)
     aside = final.with_name(f".tmp-{os.getpid()}-{final.name}")
@@ -128,16 +139,21 @@ def replacing_folder(final: Path) -> Iterator[Path]:
     try:
         yield aside
         sync(aside)
+        look()
         before = hide(final)
         try:
             aside.rename(final)
-        except BaseException:
+        except BaseException as e:
             if before.is_dir() and not final.exists():
                 before.rename(final)
+            if isinstance(e, OSError) and e.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                remove(before)
+                raise UserError(f"{final}: another process has just written it") from None
             raise
         sync(final.parent)
-    except BaseException:  # a full disk: give back what was taken
+    except BaseException as e:  # a full disk: give back what was taken
         shutil.rmtree(aside, ignore_errors=True)
+        name_file(e, aside, final)
         raise
     remove(before)
 

@@ -40,10 +40,10 @@ def find_run(out_dir: str | None) -> Path:
     pointer = out_root() / "latest.json"
     if not out_dir and not pointer.exists():
         raise UserError("no run yet: `python train.py config/small.py` makes one, "
-                        "or name its folder with --out_dir=")
+                        "or name a run's folder")
     path = Path(out_dir or str(read_json(pointer).get("path")))
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; name that of a run with --out_dir="
+        raise UserError(f"{path}: no such folder of a run or a checkpoint"
                         f"{foreign(path) if path.exists() else ''}")
     return path
 

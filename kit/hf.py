@@ -19,7 +19,7 @@ from kit.errors import UserError
 from kit.files import read_json as read_sealed
 from kit.files import size_of
 from kit.finding import out_root
-from kit.importing import keep, next_step, refuse_place, tokenizer_of
+from kit.importing import keep, next_step, refuse_place, resolved, tokenizer_of
 
 HUB = {name: f"openai-community/{name}"  # nanoGPT's names for init_from
        for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -53,7 +53,8 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
     tensors = hf_weights.headers(weight_files(source), path, config)  # before memory is taken
     about = {"from": name if repo else source.resolve().name,
              "revision": source.name if repo else None}
-    keep(out_dir, config, hf_weights.read(tensors, config), made, about, say)
+    keep(out_dir, config, hf_weights.read(tensors, config), made, about, say,
+         overwrite)
     return out_dir
 
 
@@ -128,9 +129,9 @@ def fetch(repo: str, names: Iterable[str], revision: str | None = None) -> Path:
 
 def inside(folder: Path, name: str) -> Path:
     """A file of a folder, or of the hub's cache that the folder is in; UserError for another."""
-    root = folder.resolve()
+    root = resolved(folder)
     root = root.parents[1] if root.parent.name == "snapshots" else root  # files are links there
-    path = (folder / name).resolve()
+    path = resolved(folder / name)
     if not path.is_relative_to(root):
         raise UserError(f"{folder / name}: a link out of {root}, where its files belong")
     if path.exists():
@@ -159,7 +160,7 @@ def indexed(folder: Path) -> list[str]:
         return []
     names = read_json(index, "fetch it again").get("weight_map")
     if not isinstance(names, dict) or not names or not all(
-            re.fullmatch(r"\w[\w.-]*\.safetensors", str(name)) for name in names.values()):
+            re.fullmatch(r"\w[\w.-]{,200}\.safetensors", str(name)) for name in names.values()):
         raise UserError(f"{index}: no map of tensors to files of its folder")
     return sorted({*names.values()})
 

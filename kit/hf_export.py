@@ -13,7 +13,7 @@ from data.instruct import CHAT_TEMPLATE
 from data.tokenizer import EOT, Tokenizer, from_json
 from kit import hf_tokenizer, hf_weights
 from kit.checkpoint import imported, trained_with, write_tensors
-from kit.errors import UserError
+from kit.errors import UserError, plain
 from kit.files import replacing_folder, to_text, write_text
 from kit.finding import find_checkpoint, find_run
 from kit.loading import load_model
@@ -35,7 +35,7 @@ def export_run(run: str | None, folder: Path, step: int | None, overwrite: bool,
     refuse_other(folder, overwrite)
     source = find_checkpoint(find_run(run), step)
     if run is None:
-        say(f"of the newest run: {source}")
+        say(plain(f"of the newest run: {source}"))
     model, value, state = load_model(source)
     tokenizer = from_json(value)
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -44,22 +44,24 @@ def export_run(run: str | None, folder: Path, step: int | None, overwrite: bool,
     _, name, hash = trained_with(state)
     data = of_run(hash, name, tokenizer)
     texts = described(model, tokenizer, bool(data and data.is_chat))
-    final = Path(os.path.abspath(folder))
+    tensors, final = hf_weights.stored(model, source), Path(os.path.abspath(folder))
     final.parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(final) as aside:
         for file, content in texts.items():
             write_text(aside / file, to_text(content))
-        write_tensors(aside / "model.safetensors", hf_weights.stored(model), like="config.json")
+        write_tensors(aside / "model.safetensors", tensors, like="config.json")
         worst, library = difference(aside, model)
         write_text(aside / "README.md", card(model, tokenizer, state, data, worst, library))
-    say(f"{source}, step {state['step']}, written to {folder}: read back by {library}, its logits "
-        f"differ by {worst:.1e} at most")
+    say(plain(f"{source}, step {state['step']}, written to {folder}: read back by {library}, its "
+              f"logits differ by {worst:.1e} at most"))
     return final
 
 
 def refuse_other(folder: Path, overwrite: bool) -> None:
     """UserError unless an export may be written here: where nothing is, or over an export."""
     there = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_dir() and folder.samefile("."):  # replaced, it would be gone from under the shell
+        raise UserError(f"{folder} is the folder that you are in; give the name of a new one")
     if not os.path.lexists(folder) or (folder.is_dir() and not there):
         return
     if not overwrite or not folder.is_dir():

@@ -27,6 +27,7 @@ PATTERNS = {
 GPT2_HASH = "7bb6fbbdf755a09709a037814b8a1a6e022d4a69f090c046cbaf67f4c749b9c8"
 LONGEST = 256  # bytes of a token that is read; the longest of OpenAI's have 128
 BONSAI_FORMAT = 1  # of bonsai.json, in which an export tells of itself
+MOST_BYTES = 4 << 20  # of all tokens together; so that no file takes minutes to check
 MOST_UNUSED = 4096  # ids; so that no file makes a list of any length
 CHARACTERS = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated",
               "invert": False}
@@ -190,6 +191,8 @@ def tokens_of(vocab: dict[str, int], special: dict[str, int]) -> list[bytes | No
     texts = [t for t in tokens if t is not None]
     if sum(len(t) == 1 for t in texts) != 256 or not all(0 < len(t) <= LONGEST for t in texts):
         raise ValueError(f"its vocabulary lacks bytes, or has a token of none or over {LONGEST}")
+    if (size := sum(map(len, texts))) > MOST_BYTES:
+        raise ValueError(f"its tokens have {size:,} bytes together, over {MOST_BYTES:,}")
     return tokens
 
 

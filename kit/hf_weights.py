@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kit.errors import UserError
-from kit.importing import MASK
+from kit.importing import MASK, finite
 from kit.loading import layers_in, shapes_of, shapes_with_biases
 from model import GPT, GPTConfig
 
@@ -100,7 +100,7 @@ def read(tensors: dict[str, tuple[Path, str]], config: GPTConfig) -> dict[str, T
     weights = {}
     for ours, (file, name) in tensors.items():
         with safe_open(file, "pt") as f:
-            w = turned(ours, f.get_tensor(name).float())
+            w = turned(ours, finite(file, name, f.get_tensor(name)))
         weights[ours] = w.clone(memory_format=torch.contiguous_format)
     if config.tie_embeddings and "lm_head.weight" in weights:
         if not torch.equal(weights.pop("lm_head.weight"), weights["wte.weight"]):
@@ -127,11 +127,14 @@ def config_json(config: GPTConfig, eot: int | None) -> dict[str, Any]:
             "pad_token_id": eot, "dtype": "float32"}
 
 
-def stored(model: GPT) -> dict[str, Tensor]:
-    """The tensors of a model under GPT2LMHeadModel's names, in fp32, with zeros for biases."""
+def stored(model: GPT, source: Path) -> dict[str, Tensor]:
+    """The tensors of a model under GPT2LMHeadModel's names, in fp32, with zeros for biases.
+
+    source: its checkpoint, named by the UserError for weights that are no numbers.
+    """
     ours, out = dict(model.named_parameters()), {}
     for name, shape in theirs(model.config).items():
-        w = ours[name].detach().float() if name in ours else torch.zeros(shape)
+        w = finite(source, name, ours[name].detach()) if name in ours else torch.zeros(shape)
         stored_as = name if name == "lm_head.weight" else f"transformer.{name}"
         out[stored_as] = turned(name, w).contiguous()
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer, make_tokenizer
 from kit.checkpoint import refuse_filled, save_weights
-from kit.errors import UserError
+from kit.errors import UserError, plain
 from kit.finding import out_root
 from model import GPTConfig
 
@@ -21,8 +21,11 @@ GPT2_SIZES = (50257, 50304)
 
 def refuse_place(out_dir: Path, overwrite: bool) -> None:
     """UserError for a folder that is not to be written: told before any work."""
-    root = out_root().resolve()
-    if root.is_relative_to(out_dir.resolve()):
+    root, here = out_root().resolve(), Path.cwd()
+    if here == resolved(out_dir):  # replaced, it would be gone from under the shell
+        raise UserError(f"--out_dir={out_dir} is the folder that you are in; give one of its own, "
+                        f"such as {out_root() / 'imported'}")
+    if root.is_relative_to(resolved(out_dir)):
         raise UserError(f"{out_dir} holds all runs; give --out_dir a folder of its own, such as "
                         f"{out_root() / 'imported'}")
     refuse_filled(out_dir, overwrite)
@@ -51,15 +54,34 @@ def guess_tokenizer(spec: str | None, vocab_size: int, source: Path) -> Tokenize
     return made
 
 
+def resolved(path: Path) -> Path:
+    """A path without links; UserError for one whose links go round."""
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError):  # of Python before 3.13, and of a name that is too long
+        raise UserError(f"{path}: leads nowhere, its links go round or its name is too long"
+                        ) from None
+
+
+def finite(source: Path, name: str, w: Tensor) -> Tensor:
+    """A tensor in fp32; UserError where that holds anything else than numbers."""
+    w = w.float()
+    if not bool(w.isfinite().all()):
+        raise UserError(f"{source}: {name} holds NaN or infinity, so these weights are damaged; "
+                        "take others, such as an earlier checkpoint")
+    return w
+
+
 def keep(out_dir: Path, config: GPTConfig, weights: dict[str, Tensor], tokenizer: Tokenizer,
-         about: dict[str, Any], say: Callable[[str], None]) -> None:
+         about: dict[str, Any], say: Callable[[str], None], overwrite: bool = False) -> None:
     """Save weights in fp32, without rows beyond the tokenizer's ids and without zero biases.
 
     about: where they come from.
     """
     ids, rows = tokenizer.vocab_size, len(weights["wte.weight"])
     if rows > ids:
-        say(f"vocabulary: {rows:,} rows, cut to the {ids:,} ids of the tokenizer {tokenizer.spec}")
+        say(plain(f"vocabulary: {rows:,} rows, cut to the {ids:,} ids of the tokenizer "
+                  f"{tokenizer.spec}"))
     cut = {name: w[:ids] for name, w in weights.items() if name in ("wte.weight", "lm_head.weight")}
     weights = {name: w.float().contiguous() for name, w in (weights | cut).items()}
     biases = [name for name in weights if name.endswith(".bias")]
@@ -68,13 +90,13 @@ def keep(out_dir: Path, config: GPTConfig, weights: dict[str, Tensor], tokenizer
         say("all biases are zero: left out")
         weights = {name: w for name, w in weights.items() if name not in biases}
     config = replace(config, vocab_size=ids, bias=bias)
-    save_weights(out_dir, config, weights, tokenizer.to_json(), about)
-    say(f"written to {out_dir}: {sum(w.numel() for w in weights.values()):,} parameters, "
-        f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context "
-        f"{config.block_size:,}, {ids:,} ids of {tokenizer.spec}, "
-        f"{'with' if bias else 'without'} biases, gelu={config.gelu}")
+    save_weights(out_dir, config, weights, tokenizer.to_json(), about, overwrite)
+    say(plain(f"written to {out_dir}: {sum(w.numel() for w in weights.values()):,} parameters, "
+              f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, context "
+              f"{config.block_size:,}, {ids:,} ids of {tokenizer.spec}, "
+              f"{'with' if bias else 'without'} biases, gelu={config.gelu}"))
 
 
 def next_step(out_dir: Path) -> str:
-    return (f'next: python sample.py --out_dir={out_dir} --prompt "...", or train on: '
-            f"python train.py --init_from={out_dir} --dataset=NAME")
+    return plain(f'next: python sample.py --out_dir={out_dir} --prompt "...", or train on: '
+                 f"python train.py --init_from={out_dir} --dataset=NAME")

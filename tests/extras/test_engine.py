@@ -22,6 +22,7 @@ from extras.row import Row
 from kit import native
 from kit.fast import fast
 from kit.prompts import Prompt
+from kit.sampling import Sampler
 from kit.writing import Row as Alone
 from kit.writing import write_batch
 from model import GPT, GPTConfig
@@ -246,6 +247,17 @@ def test_running_texts_do_not_wait_for_a_long_prompt(monkeypatch):
     assert len(job.take()) > 10
 
 
+def test_requests_share_what_was_read():
+    """The newest ids with a mask of all are the whole prompt, for each of several texts."""
+    ids, read = list(range(60, 140)), torch.zeros(V, dtype=torch.bool)
+    read[60:140] = True
+    settings = dict(max_tokens=30, repetition_penalty=5)
+    some = [Request(ids[-SIZE:], seed=i, read=read, **settings) for i in range(3)]
+    for i, job in enumerate(drive(get(), some, [0, 0, 2], {}, 3)):
+        assert [t.id for t in job.take()] == alone(get(), Request(ids, seed=i, **settings))[0]
+    assert read.sum() == 80  # nobody has noted there what it wrote
+
+
 def test_several_texts_of_one_prompt_read_it_once():
     model, read = copy.copy(get()), []
     new_cache = model.new_cache
@@ -343,10 +355,34 @@ def test_a_row_whose_logits_are_damaged_goes_alone():
         model.wpe.weight[20] = torch.nan
     bad, good, worse = drive(model, [Request([1], 40, 0.5), Request([2], 15, 0.5),
                                      Request([3] * 21, 3)], [0, 0, 5], {}, 3)
-    assert bad.ended == worse.ended == "error: the model's logits are not finite"
+    assert bad.ended == worse.ended == \
+        "error: the model's logits are not finite: its weights are damaged"
     assert len(bad.take()) == 20 and not worse.take()
     assert isinstance(bad.error, FloatingPointError)
     check(model, good, exact=False)
+
+
+def test_what_is_drawn_in_vain_is_drawn_for_nobody():
+    """Of a row with damaged logits and others that share its sampler, only that one is lost."""
+    seeds, logits = [3, 4, 5], torch.randn(3, V)
+    expected, sampler = Sampler(seeds), Sampler(seeds)
+    for damaged in (None, 1, 0, None):
+        given = logits.clone()
+        if damaged is not None:
+            given[damaged, 7] = torch.nan
+        ids, errors = batch.choose(sampler, given)
+        wanted = expected(logits).tolist()
+        assert [i for i in range(3) if errors[i]] == ([] if damaged is None else [damaged])
+        assert [ids[i] for i in range(3) if i != damaged] == [
+            wanted[i] for i in range(3) if i != damaged]
+
+
+def test_logits_are_looked_through_once(monkeypatch):
+    calls, chosen, plain, choose = [], [], torch.Tensor.isfinite, Sampler.choose
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda x: calls.append(1) or plain(x))
+    monkeypatch.setattr(Sampler, "choose", lambda *args: chosen.append(1) or choose(*args))
+    drive(get(), [Request([i], 9, seed=i) for i in range(3)], [0] * 3, {}, 3)
+    assert len(calls) == len(chosen) > 9
 
 
 @pytest.mark.parametrize("where", ["its own cache", "the store"])

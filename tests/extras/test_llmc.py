@@ -138,6 +138,16 @@ def test_no_header_gets_through(tmp_path_factory, values):
         convert(path, path.with_name("w"), "byte")
 
 
+@pytest.mark.parametrize("version", [3, 5])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, version):
+    model = make()
+    with torch.no_grad():
+        model.h[2].mlp.c_fc.weight[1, 1] = torch.nan
+    with pytest.raises(UserError, match="model.bin: h.2.mlp.c_fc.weight holds NaN or infinity"):
+        convert(write(tmp_path / "model.bin", model, version), tmp_path / "w", "byte")
+    assert not (tmp_path / "w").exists()
+
+
 def test_only_imported_weights_are_replaced(tmp_path):
     source = write(tmp_path / "model.bin", make())
     convert(source, tmp_path / "w", "byte")

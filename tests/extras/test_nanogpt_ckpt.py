@@ -234,7 +234,7 @@ def change(model: dict, name: str, tensor) -> dict:
 FC = "transformer.h.1.mlp.c_fc"
 WRONG = {  # changes of the arguments, of the weights -> what is said
     "lacks": ({"n_head": None}, {}, "model_args lacks n_head"),
-    "other": ({"n_kv_head": 2}, {}, "model_args has n_kv_head, which nanoGPT's GPT has not"),
+    "other": ({"n_kv_head": 2}, {}, "model_args has 'n_kv_head', which nanoGPT's GPT has not"),
     "text": ({"n_embd": "16"}, {}, "model_args has n_embd='16'"),
     "bool": ({"n_layer": True}, {}, "model_args has n_layer=True"),
     "number for bool": ({"bias": 1}, {}, "model_args has bias=1"),
@@ -254,6 +254,10 @@ WRONG = {  # changes of the arguments, of the weights -> what is said
     "meta": ({}, {FC + ".weight": torch.zeros(64, 16, device="meta")}, "no plain tensor of real"),
     "float8": ({}, {FC + ".weight": torch.zeros(64, 16).to(torch.float8_e5m2)}, "no plain tensor"),
     "none": ({}, {FC + ".weight": "abc"}, "c_fc.weight is no plain tensor of real"),
+    "nan weight": ({}, {FC + ".weight": torch.full((64, 16), math.nan)},
+                   "ckpt.pt: h.1.mlp.c_fc.weight holds NaN or infinity"),
+    "beyond fp32": ({}, {FC + ".weight": torch.full((64, 16), 1e300, dtype=torch.float64)},
+                    "h.1.mlp.c_fc.weight holds NaN or infinity"),
     "twice": ({}, {"module." + FC + ".weight": torch.zeros(64, 16)}, "h.1.mlp.c_fc.weight twice"),
     "repeats": ({"vocab_size": 2**30}, {"transformer.wte.weight": torch.zeros(1).expand(2**30, 16),
                 "lm_head.weight": None}, "claim 68,7.. bytes, the file has|claim 68,719,"),
@@ -269,6 +273,30 @@ def test_what_does_not_fit_is_named(tmp_path, args, weights, message):
     with pytest.raises(UserError, match=message) as caught:
         convert(save(tmp_path / "ckpt.pt", args, model), tmp_path / "w", "byte")
     assert "\n" not in str(caught.value) and not (tmp_path / "w").exists()
+
+
+def nested(kind: type) -> object:
+    """As many parts as 2**40, in a file of a few kilobytes."""
+    x = kind("a")
+    for _ in range(40):
+        x = kind((x, x))
+    return x
+
+
+@pytest.mark.parametrize("args, names, message", [
+    ({"n_layer": nested(list)}, {}, "model_args has n_layer=something of type list"),
+    ({"dropout": nested(tuple)}, {}, "model_args has dropout=something of type tuple"),
+    ({"n_layer": 10**500}, {}, "model_args has n_layer=something of type int"),
+    ({10**500: 1}, {}, "model_args has something of type int, which nanoGPT's GPT has not"),
+    ({(1, 2): 1}, {}, "model_args has something of type tuple, which"),
+    ({"n_embd": "x" * 10**6}, {}, "model_args has n_embd='x{50}'"),
+    ({"x" * 10**6: 1}, {}, "model_args has 'x{50}', which"),
+    ({}, {10**500: 1}, "its model has the name something of type int, expected text"),
+    ({}, {"x": nested(list)}, "x is no plain tensor of real numbers")], ids=range(9))
+def test_a_value_is_told_in_a_few_letters(tmp_path, args, names, message):
+    with pytest.raises(UserError, match=message) as caught:
+        read(save(tmp_path / "ckpt.pt", ARGS | args, state(ARGS) | names))
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [

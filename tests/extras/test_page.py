@@ -526,6 +526,24 @@ def test_its_policy_lets_no_other_script_run(real):
     assert "Content Security Policy" in str(real.driver.get_log("browser"))
 
 
+def test_a_server_with_a_key_can_be_used(driver, tmp_path):
+    with serving(make_run(tmp_path / "tiny"), BONSAI_API_KEY="s3cret") as server:
+        page = Page(driver, server.url)
+        page.until(page["key"].is_displayed)
+        assert page["error"].text == "no api key, or a wrong one" and page["model"].text == ""
+        page["key"].send_keys("wrong", Keys.TAB)
+        page.write("x", how="")
+        page.until(page["error"].is_displayed)
+        page["key"].clear()
+        page["key"].send_keys("s3cret", Keys.TAB)
+        page.until(lambda: page["model"].text == "tiny")
+        assert not page["error"].is_displayed()
+        page.set("max_tokens", 9)
+        page.write("x", how="limit reached")
+        assert len(page.tokens) == 9 and not page["error"].is_displayed()
+    driver.get_log("browser")
+
+
 # --------------------------------------------------------------------- what is wrong, or hostile
 
 

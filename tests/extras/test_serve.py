@@ -1,5 +1,6 @@
 """The server: what it refuses in a line, what OpenAI's client gets of it, who cannot disturb it."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -21,6 +22,7 @@ import sample
 from data.tokenizer import make_tokenizer
 from kit.errors import UserError
 from kit.sampling import Choice
+from model import GPTConfig
 from tests.extras.serving import ALPHABET, CLONE, make_run, serving
 
 pytest.importorskip("fastapi")
@@ -30,12 +32,18 @@ from extras.engine import Engine, Job, Token
 from extras.serve_api import ApiError, Chat, Completion
 
 CHAR, BYTE = make_tokenizer("char", [ALPHABET]), make_tokenizer("byte")
-LIMITS = dict(max_tokens=500, max_body=20_000, max_seconds=60.0, max_concurrent=4, max_waiting=8)
+CONFIG = GPTConfig(vocab_size=BYTE.vocab_size, block_size=64)
+LIMITS = dict(host="127.0.0.1", max_tokens=500, max_body=20_000, max_seconds=60.0,
+              max_concurrent=4, max_waiting=8)
 JSON = {"Content-Type": "application/json"}
 
 
 def body(**given) -> bytes:
     return json.dumps(given).encode()
+
+
+def prompts_of(asked: serve_api.Body, tokenizer=BYTE, most: int = 12) -> list[serve_api.Prompt]:
+    return serve_api.prompts_of(asked, tokenizer, CONFIG, most)
 
 
 # ------------------------------------------------------------------------------- what is refused
@@ -95,8 +103,7 @@ def body(**given) -> bytes:
 ])
 def test_a_wrong_request_is_a_line(data, told):
     with pytest.raises(ApiError) as e:
-        asked = serve_api.read(Completion, data, 5000)
-        serve_api.requests_of(asked, serve_api.prompts_of(asked, CHAR), CHAR, 12)
+        prompts_of(serve_api.read(Completion, data, 5000), CHAR)
     error = e.value.to_json()["error"]
     assert told in error["message"] and e.value.status == 400
     assert len(error["message"]) < 250 and error["message"].isprintable()
@@ -113,7 +120,7 @@ def test_a_wrong_request_is_a_line(data, told):
 ])
 def test_a_wrong_chat_is_a_line(messages, told):
     with pytest.raises(ApiError) as e:
-        serve_api.prompts_of(serve_api.read(Chat, body(messages=messages), 500), BYTE)
+        prompts_of(serve_api.read(Chat, body(messages=messages), 500))
     assert told in str(e.value)
 
 
@@ -121,9 +128,9 @@ def test_a_chat_is_read_as_the_model_learned_it_and_needs_a_separator():
     from data.instruct import question
 
     asked = serve_api.read(Chat, body(messages=[{"role": "user", "content": "a?"}]), 500)
-    assert serve_api.prompts_of(asked, BYTE) == [question("a?", BYTE)] and asked.max_tokens == 500
+    assert prompts_of(asked)[0].ids == question("a?", BYTE) and asked.max_tokens == 500
     with pytest.raises(ApiError, match="knows no chats"):
-        serve_api.prompts_of(asked, CHAR)
+        prompts_of(asked, CHAR)
 
 
 values = st.recursive(
@@ -137,8 +144,7 @@ names = st.sampled_from([*serve_api.get_type_hints(Completion), "messages", "x"]
 def test_any_json_is_a_request_or_a_line(value, kind):
     with contextlib.suppress(ApiError):
         asked = serve_api.read(kind, json.dumps(value).encode(), 500)
-        prompts = serve_api.prompts_of(asked, BYTE)
-        assert serve_api.requests_of(asked, prompts, BYTE, 12)
+        assert serve_api.requests_of(asked, prompts_of(asked), BYTE.eot)
 
 
 @given(st.binary(max_size=40))
@@ -149,11 +155,40 @@ def test_any_bytes_are_a_request_or_a_line(data):
 
 def test_null_is_the_default_and_seeds_go_up():
     asked = serve_api.read(Completion, body(temperature=None, prompt=["a", "b"], n=2, seed=5), 500)
-    requests = serve_api.requests_of(asked, serve_api.prompts_of(asked, CHAR), CHAR, 12)
+    requests = serve_api.requests_of(asked, prompts_of(asked, CHAR), CHAR.eot)
     assert [(r.seed, CHAR.decode(r.ids)) for r in requests] == [(5, "a"), (6, "a"), (7, "b"),
                                                               (8, "b")]
     assert {r.temperature for r in requests} == {1.0} and {r.max_tokens for r in requests} == {16}
     assert requests[0].ids and serve_api.prompt_ids("", BYTE) == [BYTE.eot]
+
+
+def test_texts_share_their_prompt_and_a_long_one_is_cut():
+    """But for what a repetition_penalty has to know, which is all of it, as for sample.py."""
+    ids = [*range(100, 200), *[5] * 80]
+    asked = serve_api.read(Completion, body(prompt=[ids, [7]], n=3, repetition_penalty=1.1), 500)
+    requests = serve_api.requests_of(asked, prompts_of(asked), None)
+    for request in requests[:3]:
+        assert request.ids is requests[0].ids and request.read is requests[0].read
+    assert requests[0].ids == ids[-64:]
+    assert requests[0].read.nonzero().flatten().tolist() == [5, *range(100, 200)]
+    assert requests[5].ids == [7] and requests[5].read.sum() == 1
+    asked = serve_api.read(Completion, body(prompt=ids, echo=True), 500)
+    assert prompts_of(asked)[0].read is None
+    assert prompts_of(asked)[0].echo == BYTE.decode(ids)
+
+
+def test_who_asks_for_too_much_is_told_before_anything_is_encoded():
+    unused = SimpleNamespace(vocab_size=257)  # it cannot encode
+    for wrong, told in ((dict(prompt=["a"] * 13), "13 texts"), (dict(n=13), "13 texts"),
+                        (dict(n=12, max_tokens=5000, logprobs=20), "1260000 tokens")):
+        with pytest.raises(ApiError, match=told):
+            prompts_of(serve_api.read(Completion, body(**wrong), 5000), unused)
+    asked = serve_api.read(Chat, body(n=13, messages=[{"role": "user", "content": "a"}]), 500)
+    with pytest.raises(ApiError, match="13 texts"):
+        prompts_of(asked, unused)
+    asked = serve_api.read(Completion, body(prompt="a" * 100_001, n=10, echo=True), 500)
+    with pytest.raises(ApiError, match="echo is of 1000010 characters, at most 1000000"):
+        prompts_of(asked)
 
 
 def test_logprobs_say_where_a_token_stands_and_spell_parts_of_characters():
@@ -223,7 +258,30 @@ def test_who_may_ask(client):
         assert "expected application/json" in line(ask(content_type=kind), 415)
     assert ask(content_type="Application/JSON; charset=utf-8").status_code == 200
     assert not [name for name in ask().headers if name.startswith("access-control")]
-    assert client(local=False).get("/health", headers={"host": "bonsai.lan"}).status_code == 200
+
+
+def test_which_names_are_this_machines(client, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Bonsai")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "bonsai.garden.example")
+    ask = lambda c, host: c.get("/v1/models", headers={  # noqa: E731
+        "host": host, "authorization": "Bearer secret"})
+    open_to_all = client(local=False, host="tree.lan")
+    for host in ("10.0.0.1", "10.0.0.1:8000", "[fe80::1]:8000", "[2001:db8::7]", "localhost:8000",
+                 "127.0.0.1", "bonsai", "BONSAI:8000", "bonsai.local", "bonsai.local.:80",
+                 "bonsai.garden.example", "tree.lan"):
+        assert ask(open_to_all, host).status_code == 200, host
+    for host in ("evil.example", "evil.example:8000", "bonsai.evil.example", "10.0.0.256", "",
+                 "10.0.0.1.evil.example", ":80", "[]", "[evil.example]", "10.0.0.1@evil.example",
+                 "2001:db8::7"):
+        told = line(ask(open_to_all, host), 421)
+        assert "no name of this machine" in told and "--api_key" in told
+    for local in (True, False):
+        protected = client(local=local, api_key="secret")
+        assert ask(protected, "proxy.example").status_code == 200
+        assert protected.get("/", headers={"host": "proxy.example"}).status_code == 200
+        assert line(protected.get("/v1/models", headers={"host": "proxy.example"}), 401)
+    assert ask(client(), "bonsai").status_code == 421  # nothing but loopback is meant
+    assert ask(client(host="tree"), "tree:80").status_code == 200
 
 
 def test_an_api_key(client):
@@ -270,6 +328,38 @@ def test_too_many_at_once_are_told_to_come_again(client):
             break
         time.sleep(0.05)
     assert c.post("/v1/completions", content=body(n=3), headers=JSON).status_code == 200
+
+
+def test_a_long_prompt_of_many_texts_holds_up_nobody(client):
+    """A megabyte of ids, 96 times, penalised: meanwhile the loop goes round all the time."""
+    import httpx
+
+    c = client(max_body=1 << 20, rows=32, waiting=64, max_waiting=100)
+    data = body(prompt=[i % 10 for i in range(340_000)], n=96, repetition_penalty=1.1,
+                max_tokens=1)
+    assert len(data) > 1_000_000
+    gaps = []
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.001)
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    async def ask() -> httpx.Response:
+        ticking = asyncio.create_task(tick())
+        try:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(c.app)) as http:
+                return await http.post("http://127.0.0.1:8000/v1/completions", content=data,
+                                       headers=JSON, timeout=60)
+        finally:
+            ticking.cancel()
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 96
+    assert answer.json()["usage"]["prompt_tokens"] == 64
+    assert max(gaps) < 0.6
 
 
 def test_a_text_ends_in_time_and_one_that_never_began_is_an_error(client):
@@ -446,9 +536,10 @@ def test_openais_client_streams(server):
 def test_a_seed_is_that_of_the_sampler(server, char_run, tmp_path, capfd):
     settings = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01,
                 "repetition_penalty": 1.2, "seed": 11}
-    answer = server.post("/v1/completions", {**settings, "prompt": ["The ", "é"], "n": 2,
+    prompts = ["The ", "é", ALPHABET[1:] + "a" * 70]  # the last one is longer than the window
+    answer = server.post("/v1/completions", {**settings, "prompt": prompts, "n": 2,
                                              "max_tokens": 150, "logprobs": 3, "stop": ["~x", "Z"]})
-    (tmp_path / "prompts.txt").write_text("The \né\n", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts), encoding="utf-8")
     sample.main([f"--out_dir={char_run}", f"--prompts_file={tmp_path / 'prompts.txt'}",
                  "--num_samples=2", "--max_new_tokens=150", "--logprobs=3", "--stop=~x", "--stop=Z",
                  *(f"--{name}={value}" for name, value in settings.items())])

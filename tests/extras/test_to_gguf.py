@@ -23,7 +23,7 @@ from extras.gguf_vocabulary import PRE, vocabulary, with_end
 from extras.to_gguf import export, gguf_name
 from kit import checkpoint
 from kit.checkpoint import save_weights
-from kit.errors import UserError
+from kit.errors import UserError, spell_os_error
 from kit.finding import remember
 from model import GPT, GPTConfig
 from tests.conftest import make_text
@@ -249,6 +249,37 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path, bpe):
     assert path.read_bytes() == before and not [*tmp_path.glob(".tmp*")]
     export(str(tmp_path / "w"), path, "f32", overwrite=True)
     assert read(path).tensors["blk.0.ffn_down.weight"][3, 4] == 1e5
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path, bpe):
+    model = save(tmp_path / "w", bpe, **SHAPES["bare"])
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight[3, 4] = torch.nan
+    keep(tmp_path / "w", bpe, model)
+    for kind in to_gguf.TYPES:
+        with pytest.raises(UserError, match="w: h.0.attn.c_attn.weight holds NaN or infinity"):
+            export(str(tmp_path / "w"), tmp_path / "m.gguf", kind)
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ulimit")
+@pytest.mark.parametrize("limit", [100, 20_000, 60_000])  # bytes; numpy writes the latter ones
+def test_a_full_disk_is_told_with_the_file(tmp_path, bpe, limit):
+    import resource
+    import signal
+
+    save(tmp_path / "w", bpe, **SHAPES["bare"])
+    before, obeyed = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            export(str(tmp_path / "w"), tmp_path / "m.gguf", "f32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, obeyed)
+    assert spell_os_error(caught.value) == f"File too large: {tmp_path / 'm.gguf'}"
+    assert [p.name for p in tmp_path.iterdir()] == ["w"]
 
 
 def test_the_same_checkpoint_is_the_same_file(tmp_path, bpe):

@@ -407,11 +407,12 @@ def test_ctrl_c_leaves_with_130(about, capsys, monkeypatch):
     assert stop.value.code == 130
 
 
-def test_what_is_not_finite_is_null_in_json(about, capsys, tmp_path):
+def test_weights_that_are_no_numbers_have_no_loss(about, capsys, tmp_path):
     weights = {n: torch.full_like(p, math.nan) for n, p in about.named_parameters()}
     checkpoint.save_weights(tmp_path / "nan", about.config, weights, ByteTokenizer().to_json(), {})
-    said = told(capsys, "nan", "--dataset=my text.txt")
-    assert said["loss"] is None and said["perplexity"] is None and said["tokens"] > 0
+    for more in ((), ("--json",)):
+        said = refused(capsys, "nan", "--dataset=my text.txt", *more)
+        assert "nan: loss nan: its weights are damaged, or overflow" in said
 
 
 def test_progress_has_the_time_left_on_a_terminal_alone(about, capsys, monkeypatch):
@@ -449,7 +450,7 @@ def test_memory_does_not_grow_with_the_split(tiny):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert told["tokens"] == n
-    assert peaks[1] < 1.2 * peaks[0]
+    assert peaks[1] < peaks[0] + 400_000  # bytes; all rows together take 3.2 million
 
 
 def test_the_model_is_as_it_was_after_a_split(about, capsys):

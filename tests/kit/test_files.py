@@ -1,5 +1,6 @@
 """kit/files.py: whole or absent, sealed to the last bit, read within bounds, not through links."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -345,6 +347,37 @@ def test_where_the_new_one_cannot_be_put_the_old_one_comes_back(tmp_path, monkey
         with pytest.raises(OSError, match="no"):
             put(folder, "new")
     assert whole(folder) == {"a": "old"} and [*tmp_path.iterdir()] == [folder]
+
+
+def test_where_another_process_was_faster(tmp_path, monkeypatch):
+    folder, hide = tmp_path / "x", files.hide
+    put(folder, "old")
+
+    def late(place: Path) -> Path:
+        hidden = hide(place)
+        place.mkdir()
+        (place / "a").write_text("theirs")
+        return hidden
+
+    monkeypatch.setattr(files, "hide", late)
+    with pytest.raises(UserError, match="x: another process has just written it"):
+        put(folder, "new")
+    assert whole(folder) == {"a": "theirs"} and [*tmp_path.iterdir()] == [folder]
+
+
+def test_an_error_of_the_disk_names_what_was_to_be_there(tmp_path):
+    full = partial(OSError, errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for replacing in (files.replacing, files.replacing_folder):
+        with pytest.raises(OSError, match="No space") as caught, replacing(tmp_path / "x"):
+            raise full()
+        assert caught.value.filename == str(tmp_path / "x")
+    with pytest.raises(OSError, match="No space") as caught, files.replacing_folder(
+            tmp_path / "x") as aside:
+        raise full(str(aside / "model.safetensors"))
+    assert caught.value.filename == str(tmp_path / "x" / "model.safetensors")
+    with pytest.raises(ConnectionError) as caught, files.replacing(tmp_path / "x"):
+        raise ConnectionResetError(errno.ECONNRESET, "no fault of the disk")
+    assert caught.value.filename is None and not [*tmp_path.iterdir()]
 
 
 def test_two_processes_may_write_the_same_folder(tmp_path, monkeypatch):

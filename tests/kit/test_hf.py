@@ -1,6 +1,7 @@
 """Weights to Hugging Face's library and back: the same logits there, the same bits here."""
 
 import ast
+import errno
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from data.dataset import Dataset
 from data.instruct import encode as encode_chat
 from data.tokenizer import from_json, make_tokenizer
 from kit import checkpoint, hf, hf_export, hf_weights
-from kit.errors import UserError
+from kit.errors import UserError, spell_os_error
 from kit.finding import remember
 from kit.hf import import_model, main, pretrained
 from kit.hf_export import export_run
@@ -345,11 +346,16 @@ def cut_weights(folder: Path) -> None:
     (lambda f: os.truncate(f / "tokenizer.json", 65 << 20), "no plain file of at most 64 MiB"),
     (lambda f: (f / "config.json").unlink() or os.mkfifo(f / "config.json"), "a plain file"),
     (lambda f: (f / "config.json").unlink(), "no config.json; expected a folder of Hugging Face's"),
-), ids=range(16))
+    (lambda f: (f / "config.json").unlink() or (f / "config.json").symlink_to("config.json"),
+     "leads nowhere, its links go round|no config.json"),
+    (lambda f: write_index(f, "a\0b.safetensors"), "no map of tensors"),
+    (lambda f: write_index(f, "\ud800.safetensors"), "no map of tensors"),
+    (lambda f: write_index(f, "x" * 5000 + ".safetensors"), "no map of tensors"),
+), ids=range(20))
 def test_hostile_folders(tmp_path, attack, message):
     folder = theirs_saved(tmp_path / "theirs")
     attack(folder)
-    with pytest.raises((UserError, DataError), match=message) as caught:
+    with pytest.raises((UserError, DataError), match=message) as caught:  # one line and no OSError
         import_model(str(folder), tmp_path / "ours", say=quiet)
     assert "\n" not in str(caught.value) and not (tmp_path / "ours").exists()
 
@@ -692,8 +698,8 @@ def test_a_wrong_export_is_noticed_and_nothing_is_left(tmp_path, monkeypatch):
     before = checkpoint.digest(tmp_path / "e" / "model.safetensors")
     stored = hf_weights.stored
 
-    def broken(model: GPT) -> dict:
-        tensors = stored(model)
+    def broken(model: GPT, source: Path) -> dict:
+        tensors = stored(model, source)
         name = "transformer.h.1.attn.c_proj.weight"  # square, so its shape tells nothing
         return tensors | {name: tensors[name].T.contiguous()}
 
@@ -715,6 +721,70 @@ def test_without_transformers_this_model_reads_it_back(tmp_path, monkeypatch, sh
     export_run(str(ours_saved(tmp_path / "run", our_model(*shape))), tmp_path / "e", None, False,
                said.append)
     assert "transformers is not installed" in said[0] and "differ by 0.0e+00" in said[0]
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_weights_that_are_no_numbers_go_neither_in_nor_out(tmp_path, value):
+    theirs = theirs_saved(tmp_path / "theirs")
+    edit_weights(theirs, lambda t: t["transformer.wte.weight"].__setitem__((0, 3), value))
+    with pytest.raises(UserError, match="transformer.wte.weight holds NaN or infinity"):
+        import_model(str(theirs), tmp_path / "w", say=quiet)
+    model = our_model()
+    with torch.no_grad():
+        model.h[1].ln_2.weight[2] = value
+    ours_saved(tmp_path / "run", model)
+    with pytest.raises(UserError, match="run: h.1.ln_2.weight holds NaN or infinity"):
+        export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+    assert not (tmp_path / "w").exists() and not (tmp_path / "e").exists()
+    assert not [*tmp_path.glob(".tmp*")]
+
+
+def test_numbers_beyond_fp32_are_no_numbers(tmp_path):
+    theirs = theirs_saved(tmp_path / "theirs")
+    edit_weights(theirs, lambda t: t.update({"transformer.ln_f.bias": torch.full(
+        (16,), 1e300, dtype=torch.float64)}))
+    with pytest.raises(UserError, match="ln_f.bias holds NaN or infinity"):
+        import_model(str(theirs), tmp_path / "w", say=quiet)
+
+
+def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
+    run = ours_saved(tmp_path / "run", our_model())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in (Path("."), Path(""), tmp_path / "here"):
+        with pytest.raises(UserError, match="is the folder that you are in; give the name of a n"):
+            export_run(str(run), place, None, True, quiet)
+    assert [p.name for p in tmp_path.iterdir() if p.name[0] == "."] == []
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    run = ours_saved(tmp_path / "run", our_model())
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hf_export, "write_tensors", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        export_run(str(run), tmp_path / "e", None, False, quiet)
+    assert spell_os_error(caught.value) == f"No space left on device: {tmp_path / 'e'}"
+
+
+@pytest.mark.slow
+def test_four_that_import_into_one_folder(tmp_path):
+    """One of them does; what is there is whole, and nothing is left beside it."""
+    theirs = theirs_saved(tmp_path / "theirs")
+    (tmp_path / "place").mkdir()
+    command = [sys.executable, "-m", "kit.hf", "import", str(theirs)]
+    for more in ((), ("--overwrite",)):
+        running = [subprocess.Popen([*command, f"--out_dir={tmp_path / 'place' / 'w'}", *more],
+                                    cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                    text=True) for _ in range(4)]
+        told = [(*p.communicate(), p.returncode) for p in running]
+        assert all(code == 0 or (code == 2 and err.count("\n") == 1) for _, err, code in told), told
+        done = sum(code == 0 for *_, code in told)
+        assert done >= 1 if more else done == 1
+        assert load_model(tmp_path / "place" / "w")
+        assert [p.name for p in (tmp_path / "place").iterdir()] == ["w"]
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):

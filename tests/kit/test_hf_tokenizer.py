@@ -250,6 +250,11 @@ def at(path: str, new):
     return change
 
 
+def many_long_tokens(value):
+    vocab = value["model"]["vocab"]
+    vocab |= {f"{i:0256}": len(vocab) + i for i in range(16_500)}
+
+
 @pytest.mark.parametrize("change, message", (
     (at("model.type", "Unigram"), "its type is 'Unigram'"),
     (at("model.type", None), "its type is None"),
@@ -274,6 +279,7 @@ def at(path: str, new):
     (lambda value: value["model"]["vocab"].pop("a"), "its vocabulary lacks bytes"),
     (lambda value: value["model"]["vocab"].update({"": 999}), "its vocabulary lacks bytes"),
     (lambda value: value["model"]["vocab"].update({"a" * 257: 999}), "a token of none or over 256"),
+    (many_long_tokens, r"its tokens have 4,2\d\d,\d\d\d bytes together, over 4,194,304"),
     (lambda value: value["model"]["vocab"].update(a=10**9), "it has an id 1000000000"),
     (lambda value: value["model"]["vocab"].update(a=-1), "not whole numbers, each of one token"),
     (lambda value: value["model"]["vocab"].update(a=True), "not whole numbers, each of one token"),
@@ -284,7 +290,7 @@ def at(path: str, new):
     (lambda value: value["added_tokens"].append({"id": 999, "content": "\ud800"}), "surrogates"),
     (lambda value: value["added_tokens"].append({"id": 9999, "content": "new"}),
      r"id 9999, but only \d+ tokens"),
-), ids=range(30))
+), ids=range(31))
 def test_what_ours_cannot_be_is_one_line(pairs, tmp_path, change, message):
     folder = edit(write(tmp_path, pairs["bpe"][0]), change)
     with pytest.raises(UserError, match=message) as caught:

@@ -1,5 +1,6 @@
 """What importers share: where they may write, whose tokenizer it is, what becomes of weights."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,47 @@ def test_a_run_inside_imported_weights_is_not_replaced(tmp_path, convert):
     with pytest.raises(UserError, match="w holds something else than imported weights"):
         importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, print)
     assert (out / "ckpt" / "days of work").exists() and load_model(out)
+
+
+@pytest.mark.parametrize("convert", IMPORTERS.values(), ids=IMPORTERS)
+@pytest.mark.parametrize("place", [".", "", "../here"])
+def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch, convert, place):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match="is the folder that you are in; give one of its own"):
+        convert(Path(place), True)
+
+
+def test_a_place_whose_links_go_round(tmp_path):
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(UserError, match="round"):
+        importing.refuse_place(tmp_path / "round", True)
+
+
+def test_weights_put_there_meanwhile_stay(tmp_path, monkeypatch):
+    """As if another process were the faster one, while the weights are being written."""
+    out, write_tensors = tmp_path / "w", checkpoint.write_tensors
+
+    def slowly(*args, **options):
+        monkeypatch.setattr(checkpoint, "write_tensors", write_tensors)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", os.getppid)
+            importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "the first"}, print)
+        write_tensors(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", slowly)
+    with pytest.raises(UserError, match="has imported weights already"):
+        importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "the second"}, print)
+    assert load_model(out)[2]["imported"] == {"from": "the first"}
+    assert [*tmp_path.glob(".tmp*")] == []
+
+
+def test_what_a_terminal_would_obey_is_spelled_out(tmp_path):
+    said: list[str] = []
+    out = tmp_path / "w\x1b[2J\n"
+    importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, said.append)
+    told = "".join([*said, importing.next_step(out)])
+    assert "\x1b" not in told and r"w\x1b[2J" in told
 
 
 @pytest.mark.parametrize("changes", [{}, {"n_layer": 1, "tie_embeddings": False}], ids=str)

@@ -157,7 +157,7 @@ def open_data(dataset: str | None, folder: Path, state: dict[str, Any]) -> tuple
 
     Text is prepared if need be: with the tokenizer that the run asked for, else the checkpoint's.
     """
-    from data.dataset import Dataset
+    from data.dataset import Dataset, prepared
     from data.prepare import prepares_for, resolve
 
     settings, name, hash = trained_with(state)
@@ -171,7 +171,8 @@ def open_data(dataset: str | None, folder: Path, state: dict[str, Any]) -> tuple
         tokenizer = str(folder / "tokenizer.json")
     note = partial(print, file=sys.stderr)
     long = "truncate" if settings.get("long_samples") == "truncate" else "drop"
-    data = Dataset(resolve(dataset, tokenizer, note), tokenizer, long=long)
+    at = prepared(hash, name) if own else None  # its text may be gone
+    data = Dataset(at or resolve(dataset, tokenizer, note), tokenizer, long=long)
     same_tokenizer(folder, data.tokenizer)
     if own and data.hash != hash:
         note(f"note: {plain(dataset)} has changed since the run began")
@@ -194,8 +195,7 @@ def main(argv: list[str]) -> int:
     add("--block_size", type=int, help="a smaller context than the model has")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "auto"),
-        help="of products; 16 bits may be faster, but the figure is then that of this machine "
-             "and batch size too (default: %(default)s)")
+        help="of products; in 16 bits the figure depends on machine and batch size, too")
     add("--json", action="store_true", help="one JSON object on standard output")
     add("--debug", action="store_true", help="show tracebacks of mistakes")
     args = parser.parse_args(argv)

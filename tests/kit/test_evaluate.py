@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -301,6 +302,12 @@ def test_the_newest_run_on_its_own_data(about, capsys, tmp_path, text_file):
         "block_size": 16, "rows": -(-len(val) // 16)}
 
 
+def test_its_own_data_is_what_was_prepared_of_a_text_that_is_gone(about, capsys, text_file):
+    before = told(capsys)
+    text_file.unlink()
+    assert told(capsys) == before
+
+
 def windows_by_hand(ids: np.ndarray, size: int):
     for i in range(0, len(ids) - 1, size):
         x, y = ids[i : i + size], ids[i + 1 : i + size + 1]
@@ -362,9 +369,12 @@ def test_another_text_is_prepared_with_the_tokenizer_of_the_checkpoint(about, ca
     assert len([*(tmp_path / "data").glob("other-*")]) == 1
 
 
-def test_a_text_that_changed_since_is_said(about, capsys, text_file):
+def test_a_text_that_changed_since_is_said(about, capsys, text_file, tmp_path):
+    before = told(capsys)
     text_file.write_text("Another text. " * 300)
-    told(capsys)
+    assert told(capsys) == before  # what was prepared is still there
+    for folder in (tmp_path / "data").glob("my-text-*"):
+        shutil.rmtree(folder)
     main([])
     assert "has changed since the run began" in capsys.readouterr().err
 

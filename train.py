@@ -147,8 +147,8 @@ def main(argv: list[str]) -> int:
     loaded = ranks.alike(lambda: load(TrainSettings, argv, "config/small.py", runs.settings_of))
     s: TrainSettings = loaded.settings
     device = ranks.alike(lambda: machine.choose_device(s.device, ranks.local_rank))
+    ranks.divide(s.batch_size, s.gradient_accumulation_steps)  # refuses what cannot be shared
     with ranks.join(device, s):
-        ranks.divide(s.batch_size, s.gradient_accumulation_steps)  # refuses what cannot be shared
         source, data = ranks.first(lambda: open_data(s, loaded.given))
         ranks.refuse_other({"data": data.hash, **asdict(s)}, "out_dir device debug")
         machine.prepare_device(device)
@@ -186,8 +186,7 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
             say(split.report(s.block_size, s.batch_size))
     if source:
         finding.same_tokenizer(source, data.tokenizer)
-    with torch.device("meta"):  # told before the run begins
-        optimizer.freeze(GPT(s.model_config(data.vocab_size)), s.freeze)
+    optimizer.check_names(s.model_config(data.vocab_size), s.freeze)
     return source, data
 
 
@@ -211,7 +210,7 @@ class Trainer:
             folder = run.resume[0] if run.resume else source  # of a run, only rank 0 has it
             ranks.once(lambda: loading.load_weights(
                 self.model, folder / "model.safetensors", s.extend_positions, crop=not run.resume))
-        optimizer.freeze(self.model, s.freeze)
+        ranks.alike(lambda: optimizer.freeze(self.model, s.freeze))
         self.parallel = ranks.tell(ranks.choose(s.parallel, self.model, device))
         if self.parallel == "fsdp" and self.scaler.is_enabled():
             ranks.refuse("dtype=float16 does not go with parallel=fsdp; take bfloat16 or float32")

@@ -1,7 +1,9 @@
 """Optimizers and learning rate: AdamW alone, or Muon for hidden matrices and AdamW for the rest."""
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.optim import Optimizer
 
 from kit.errors import UserError
 from kit.sharding import gathered, like, local
-from model import GPT
+from model import GPT, GPTConfig
 
 
 def freeze(model: GPT, names: str) -> None:
@@ -20,15 +22,30 @@ def freeze(model: GPT, names: str) -> None:
     """
     named = dict(model.named_parameters())  # a tied head is wte
     for name in names.split():
-        found = [p for n, p in named.items() if f"{n}.".startswith(f"{name}.")]
-        if not found:
-            known = sorted({".".join(n.split(".")[: 2 if n[0] == "h" else 1]) for n in named})
-            raise UserError(f"freeze={name}: no parameter is called so; there are "
-                            f"{', '.join(known)} and their parts, such as {max(named)}")
-        for p in found:
+        for p in called(name, named):
             p.requires_grad_(False)
     if not any(p.requires_grad for p in named.values()):
         raise UserError(f"freeze={names}: leaves nothing to train")
+
+
+def called(name: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that a name means; UserError if there are none."""
+    found = [p for n, p in named.items() if f"{n}.".startswith(f"{name}.")]
+    if not found:
+        known = sorted({".".join(n.split(".")[: 2 if n[0] == "h" else 1]) for n in named})
+        raise UserError(f"freeze={name}: no parameter is called so; there are "
+                        f"{', '.join(known)} and their parts, such as {max(named)}")
+    return found
+
+
+def check_names(config: GPTConfig, names: str) -> None:
+    """UserError for a name that `freeze` would not find, whatever the size of the model."""
+    small = replace(config, n_layer=1, n_head=1, n_embd=1, vocab_size=1, block_size=1)
+    named = dict(GPT(small).named_parameters())
+    for name in names.split():
+        layer = re.match(r"h\.(\d{1,9})(?=\.|$)", name)
+        called("h.0" + name[layer.end():] if layer and int(layer[1]) < config.n_layer else name,
+               named)
 
 
 def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:

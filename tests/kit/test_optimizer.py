@@ -11,6 +11,7 @@ from kit.errors import UserError
 from kit.optimizer import (
     Muon,
     build_optimizers,
+    check_names,
     freeze,
     load_state,
     lr_factor,
@@ -18,6 +19,7 @@ from kit.optimizer import (
     split_parameters,
     state_tensors,
 )
+from model import GPTConfig
 from train import TrainSettings
 
 MODELS = [dict(tie_embeddings=t, bias=b, attn_logn=a)
@@ -132,6 +134,15 @@ def test_what_is_frozen_stays_to_the_bit_and_the_rest_moves(tiny, names, stay, o
 def test_what_cannot_be_frozen_is_refused(tiny, names, words):
     with pytest.raises(UserError, match=words):
         freeze(tiny(), names)
+
+
+def test_names_are_checked_without_a_model_of_that_size():
+    config = GPTConfig(n_layer=10**9, n_embd=12 * 10**9)
+    for names in ("", "wte h h.999999999 h.5.mlp.c_fc", "h.0.attn ln_f.weight"):
+        check_names(config, names)
+    for wrong in ("h.1000000000", "h.5.mlpx", "lm_head", "h.0.ln_1.bias", "h.x", "h."):
+        with pytest.raises(UserError, match="no parameter is called so"):
+            check_names(config, f"wte {wrong}")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import torch
 
 import train
 from data.shards import Split
-from kit import checkpoint
+from kit import checkpoint, sampling
 from kit.errors import UserError
 from kit.errors import run as cli
 
@@ -45,8 +46,11 @@ EVERYTHING = ["--optimizer=muon", "--dropout=0.2", "--gradient_accumulation_step
 
 
 @pytest.fixture
-def run(tmp_path, text_file):
+def run(tmp_path, text_file, monkeypatch):
     """run(*flags) trains on the text with the small config; returns (exit code, run folder)."""
+    short = partial(sampling.write_text, max_new_tokens=9)  # of the sample at the end
+    monkeypatch.setattr("kit.report.write_text", short)
+    monkeypatch.setattr("kit.device.peak_flops", lambda *args: 1e11)  # a quarter of a second
     config = tmp_path / "test.py"
     config.write_text(CONFIG)
 

@@ -232,8 +232,7 @@ class Trainer:
             p.worse = 0
         p.finished = p.last_eval == p.step and self.is_finished()
         tensors = loading.load_tensors(folder / "optimizer.safetensors") if folder else {}
-        optimizer.load_state(
-            self.optimizers, self.model, self.ranks.spread(tensors))
+        optimizer.load_state(self.optimizers, self.model, self.ranks.spread(tensors))
         if state.get("scaler"):  # not where the run had another dtype
             self.scaler.load_state_dict(state["scaler"])
         say(f"going on with {self.path} from step {self.progress.step}")

@@ -54,8 +54,10 @@ class Report:
         say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
             f"of {data.folder.name}, in {self.path}")
         before = (self.run.resume[1].get("run") if self.run.resume else None) or {}
-        self.wandb = Wandb(s.wandb_log, asdict(s), self.path.name, before.get("wandb_id"), say)
-        self.about = {"settings": asdict(s), "device": device.type, "launch": self.ranks.launch,
+        began = before.get("settings", {}).get("init_from", s.init_from)
+        settings = asdict(s) | {"init_from": began}  # whatever command goes on with it
+        self.wandb = Wandb(s.wandb_log, settings, self.path.name, before.get("wandb_id"), say)
+        self.about = {"settings": settings, "device": device.type, "launch": self.ranks.launch,
                       "dtype": machine.name_of(dtype), "dataset_hash": data.hash,
                       "wandb_id": self.wandb.id, "over": False}
         write_json(self.path / "config.json", self.about)

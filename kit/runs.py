@@ -222,8 +222,9 @@ def settings_of(s: Any) -> dict[str, Any] | None:
     if not s.out_dir or s.overwrite or s.init_from not in ("auto", "resume"):
         return None
     saved, drop = settings_in(Path(s.out_dir)), ABOUT_THE_START
-    if not checkpoint.newest_first(Path(s.out_dir)):  # it starts again, from the same weights
-        drop = drop - {"init_from", "extend_positions"}
+    begun = checkpoint.newest_first(Path(s.out_dir))
+    if saved and not begun and saved.get("init_from") not in WORDS:
+        drop = drop - {"init_from", "extend_positions"}  # it starts again, from the same weights
     return saved and {n: v for n, v in saved.items() if n not in drop}
 
 

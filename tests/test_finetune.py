@@ -269,6 +269,40 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_its_weights_again(
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
+def test_a_run_from_scratch_killed_before_its_first_checkpoint_starts_again(run, monkeypatch):
+    def killed(self):
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "save", killed)
+        with pytest.raises(SystemExit):
+            run("scratch", "--init_from=scratch", "--tokenizer=byte")
+    path = run("whole").parent / "scratch"
+    assert train.main([f"--out_dir={path}"]) == 0
+    ours, theirs = weights(path), weights(path.parent / "whole")
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_the_first_command_goes_on_also_after_another_one_did(run, monkeypatch):
+    """Of a run from weights, its folder alone goes on too; it does not forget where it began."""
+    base = run("base")
+    batches = train.Trainer.batches
+
+    def stop_at(step: int) -> None:
+        monkeypatch.setattr(train.Trainer, "batches", lambda self, first: (
+            setattr(self.interrupt, "signal", 2 if self.progress.step == step else None),
+            batches(self, first))[1])
+
+    for step, again in ((2, [f"--init_from={base}"]), (4, ["--init_from=resume"])):
+        stop_at(step)
+        with pytest.raises(AssertionError):  # exit code 130
+            run("tuned", *again)
+    monkeypatch.setattr(train.Trainer, "batches", batches)
+    path = run("tuned", f"--init_from={base}")
+    assert len(losses(path)) == 8
+    assert read_json(path / "config.json")["settings"]["init_from"] == str(base)
+
+
 def test_another_spelling_of_the_source_is_the_same(run, tmp_path, monkeypatch):
     base = run("base", "--max_iters=2")
     monkeypatch.chdir(tmp_path)

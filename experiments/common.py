@@ -1,0 +1,153 @@
+"""What all experiments share: the command, spreads, tables, saved results.
+
+An experiment is a module with three functions, and `common.command` makes a command of them:
+
+    measure(lab) -> result    numbers that JSON can hold; lab.quick asks for the smallest size
+    table(result) -> rows     of text, the heads first
+    draw(result, fig)         on an empty figure of matplotlib, 10 x 4.5 inches
+"""
+
+import importlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data import DataError
+from data.prepare import Parser
+from experiments.lab import Lab
+from kit import errors
+from kit.files import replacing, write_text
+from kit.finding import out_root
+from kit.settings import CLONE
+
+FORMAT = 1  # of a saved result
+RESULTS, FIGURES = CLONE / "experiments" / "results", CLONE / "docs" / "figures"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#56b4e9", "#8c6d1f", "#333333")
+# Student's t for 95 %, two-sided, of 1 to 9 degrees of freedom
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+Result, Rows = dict[str, Any], Sequence[Sequence[str]]
+
+
+def spell(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation of the seeds: '1.234 ± 0.005'."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Mean of a - b, pair by pair (seed by seed), and half the width of its 95 % interval.
+
+    The interval is Student's for paired values: beyond noise is a mean larger than that half width.
+    """
+    pairs = [x - y for x, y in zip(a, b, strict=True)]
+    if len(pairs) < 2:
+        return pairs[0], math.inf
+    error = statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return statistics.fmean(pairs), T95[len(pairs) - 2] * error
+
+
+def spell_difference(a: Sequence[float], b: Sequence[float], digits: int = 3) -> str:
+    """'+0.123 (± 0.045)': mean of a - b and half of its 95 % interval."""
+    mean, half = difference(a, b)
+    return f"{mean:+.{digits}f} (± {half:.{digits}f})"
+
+
+def command(name: str) -> None:
+    """Run the experiment experiments/<name>.py as a command; exits."""
+    errors.run(lambda argv: main(name, argv), mistakes=(DataError,))
+
+
+def main(name: str, argv: list[str]) -> int:
+    module = importlib.import_module(f"experiments.{name}")  # by its name, as processes know it
+    parser = Parser(prog=f"python -m experiments.{name}", allow_abbrev=False,
+                    description=(module.__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest size, below a minute; "
+                        "docs/ and experiments/results stay as they are")
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1),
+                        help="trials side by side, of one thread each (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.workers < 1:
+        parser.error(f"--workers={args.workers}: must be at least 1")
+    begun = time.perf_counter()
+    result = module.measure(Lab(args.quick, args.workers))
+    seconds = time.perf_counter() - begun
+    scratch = out_root() / "experiments"
+    record = {"format": FORMAT, "name": name, "quick": args.quick, "date": str(date.today()),
+              "commit": commit(name), "torch": torch.__version__, "python": sys.version.split()[0],
+              "workers": args.workers, "seconds": round(seconds, 1), "result": result}
+    file = (scratch if args.quick else RESULTS) / f"{name}.json"
+    picture = (scratch if args.quick else FIGURES) / f"{name}.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps(record, indent=1) + "\n")
+    figure(module, record["result"], picture)
+    print(to_text(module.table(result)))
+    print(f"{seconds:.0f} s; {file} and {picture}"
+          + ("" if args.quick else "; python -m experiments.all puts them into docs"),
+          file=sys.stderr)
+    return 0
+
+
+def commit(name: str) -> str:
+    """The clone's commit, with a + if what the experiment is made of differs from it."""
+    parts = ["model.py", "kit", "data/*.py", "experiments/lab.py", "experiments/common.py",
+             "experiments/training.py", f"experiments/{name}.py"]
+    try:
+        texts = [subprocess.run(["git", *words], cwd=CLONE, capture_output=True, text=True,
+                                timeout=60).stdout.strip()
+                 for words in (["log", "-1", "--format=%h"], ["status", "--porcelain", *parts])]
+    except (OSError, subprocess.TimeoutExpired):  # a clone without git
+        return ""
+    return texts[0] + ("+" if texts[1] else "")
+
+
+def load(name: str) -> dict[str, Any]:
+    """The record of the full form, as experiments/results holds it; UserError if it does not."""
+    path = RESULTS / f"{name}.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ValueError(f"format {record['format']}, expected {FORMAT}")
+    except (FileNotFoundError, ValueError, LookupError, TypeError) as e:
+        raise errors.UserError(f"{path} is missing or broken ({e}); `python -m experiments.{name}` "
+                               "makes it again") from None
+    return record
+
+
+def figure(module: Any, result: Result, path: Path) -> None:
+    """Draw the result into a PNG that can be read at the width of a README."""
+    from matplotlib import rc_context  # slow to import
+    from matplotlib.figure import Figure  # needs no display
+
+    with rc_context({"font.size": 12, "lines.linewidth": 1.8, "legend.frameon": False}):
+        fig = Figure(figsize=(10, 4.5), layout="constrained")
+        module.draw(result, fig)
+        for ax in fig.axes:
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.grid(alpha=0.25)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as aside:
+            fig.savefig(aside, dpi=130, format="png")
+
+
+def to_text(rows: Rows) -> str:
+    """A table for the terminal: the first column on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([first.ljust(widths[0]), *(
+        cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]).rstrip()
+        for first, *rest in rows)
+
+
+def to_markdown(rows: Rows) -> str:
+    heads, *body = rows
+    lines = [heads, ["-"] + ["-:"] * (len(heads) - 1), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -18,6 +18,7 @@ DOORS = {  # room -> what of ours it may import
     "sample": {"kit", "data", "model"},
     "extras": {"kit", "data", "model"},
     "bench": {"kit", "data", "model", "extras"},
+    "experiments": {"kit", "data", "model"},
 }
 BUDGET = {"model.py": 450, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
@@ -101,7 +102,8 @@ def test_three_scripts_at_the_root():
 def test_budgets():
     for path in [*sources(*ROOMS), *(CLONE / "kit").glob("*.cpp"), *(CLONE / "kit").glob("*.h")]:
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= BUDGET.get(path.name, 250), f"{path} has {len(lines)} lines"
+        limit = 200 if path.parent.name == "experiments" else BUDGET.get(path.name, 250)
+        assert len(lines) <= limit, f"{path} has {len(lines)} lines"
         assert max(map(len, lines), default=0) <= 100, path
     for rooms, limit in LINES.items():
         written = [line for path in sources(*rooms)

@@ -1,0 +1,200 @@
+"""Skip connections keep attention from making all positions alike.
+
+Source: arXiv 2103.03404. ||X - 1 x^T|| / ||X|| says how far the rows of X are from equal; attention
+alone should shrink it doubly exponentially with depth. Done here: this residual by layer in 12
+layers of attention alone, with the MLP, with the skip, and of whole blocks, before and after
+training; with full attention (the paper's; trained on hidden bytes) and causal (ours; trained on
+the next byte, also without the parts). In float64: the sum over paths; the cube of a residual.
+
+    python -m experiments.rank_collapse [--quick]
+"""
+
+import copy
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.dataset import Dataset
+from experiments import common, training
+from experiments.full_rank import denoising
+from experiments.lab import Lab
+from experiments.training import MaskedGPT, Recipe, prefix_mask
+from kit.evaluate import eval_batches
+from model import Block, CausalSelfAttention, GPTConfig
+
+VOCAB = 258  # bytes, the separator, and the id that hides a byte
+SIZES = {  # layers, width, heads, positions; std of the first weights
+    "768 wide": ((12, 768, 12, 128), 0.02), "64 wide": ((12, 64, 4, 64), 0.05),
+    "quick": ((12, 32, 4, 32), 0.07), "paths": ((3, 16, 2, 12), 0.5)}
+KINDS, WHOLE = ("full", "causal"), "whole block"
+PARTS = {"attention alone": {"skip": False, "dense": False}, "attention + MLP": {"skip": False},
+         "attention + skip": {"dense": False}, WHOLE: {}}
+
+
+class Attention(CausalSelfAttention):
+    """The same in the precision of x; `P` (B, H, T, T) are the matrices that it used."""
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor, store: None) -> Tensor:
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        P = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf).softmax(-1)
+        self.P = P.detach()
+        return self.c_proj((P @ v).transpose(1, 2).flatten(2))
+
+
+class PartOfBlock(Block):
+    """Skips, the MLP or the norm before attention can be missing."""
+    skip = dense = norm = True
+
+    def forward(self, x: Tensor, *see) -> Tensor:
+        x = self.skip * x + self.attn(self.ln_1(x) if self.norm else x, *see)
+        return self.skip * x + self.mlp(self.ln_2(x)) if self.dense else x
+
+
+def build(size: str, kind: str, seed: int) -> MaskedGPT:
+    (L, C, H, T), std = SIZES[size]
+    torch.manual_seed(seed)
+    model = MaskedGPT(GPTConfig(VOCAB, T, L, H, C), std)
+    model.mask = prefix_mask(T, T if kind == "full" else 0)
+    for block in model.h:
+        block.__class__, block.attn.__class__ = PartOfBlock, Attention
+    return model
+
+
+def take(model: MaskedGPT, skip: bool = True, dense: bool = True, norm: bool = True) -> MaskedGPT:
+    """The model with only these parts in its blocks."""
+    for block in model.h:
+        block.skip, block.dense, block.norm = skip, dense, norm
+    return model
+
+
+@torch.no_grad()
+def layers(model: MaskedGPT, x: Tensor) -> list[Tensor]:
+    """x (B, T, C) and what each block makes of it."""
+    xs, pos = [x], torch.arange(x.size(1))
+    for block in model.h:
+        xs.append(block(xs[-1], pos, model.mask, None))
+    return xs
+
+
+def composite_norm(x: Tensor) -> Tensor:
+    """sqrt(||X||_1 ||X||_inf) of (..., T, C): the largest column sum times the largest row sum."""
+    a = x.abs()
+    return (a.sum(-2).amax(-1) * a.sum(-1).amax(-1)).sqrt()
+
+
+def residual(x: Tensor) -> Tensor:
+    """Norm of X - 1 x^T, x the mean of the rows: at most twice that of the best x."""
+    return composite_norm(x - x.mean(-2, keepdim=True))
+
+
+def profile(model: MaskedGPT, name: str, idx: Tensor) -> list[float]:
+    """Residual over norm of the embeddings of idx and after each layer, in float64."""
+    model = take(copy.deepcopy(model).double(), **PARTS[name])
+    xs = layers(model, (model.wte(idx) + model.wpe.weight).detach())
+    return [(residual(x) / composite_norm(x)).mean().item() for x in xs]
+
+
+def power(model: MaskedGPT, skip: bool, seed: int) -> float:
+    """p, where the first layer's attention makes eps^p of a residual of size eps."""
+    model = take(copy.deepcopy(model).double(), skip, dense=False, norm=False)
+    torch.manual_seed(seed)
+    T, C = model.wpe.weight.shape
+    x, R = torch.randn(C).double(), torch.randn(T, C).double()
+    eps = np.geomspace(1e-4, 1e-2, 5)
+    after = [residual(layers(model, x + e * R[None])[1]).item() for e in eps]
+    return float(np.polyfit(np.log(eps), np.log(after), 1)[0])
+
+
+@torch.no_grad()
+def paths(skip: bool, kind: str, seed: int) -> float:
+    """Relative error of the sum over paths against the output of a network without norms.
+
+    A path is a head or the skip (P = W = 1) of each layer: P^L ... P^1 X W^1 ... W^L, P as it was.
+    """
+    model = take(build("paths", kind, seed).double(), skip, dense=False, norm=False)
+    H, (T, C) = model.config.n_head, model.wpe.weight.shape
+    X, *_, output = layers(model, torch.randn(1, T, C).double())
+    total = torch.zeros_like(output)
+    for path in product(range(H + skip), repeat=len(model.h)):
+        y = X
+        for attn, h in zip((block.attn for block in model.h), path, strict=True):
+            if h < H:  # else the skip
+                V = attn.c_attn.weight[2 * C :].view(H, -1, C)[h].T
+                y = attn.P[:, h] @ y @ V @ attn.c_proj.weight.view(C, H, -1)[:, h].T
+        total += y
+    return (composite_norm(total - output) / composite_norm(output)).item()
+
+
+def grow(size: str, kind: str, part: str, seed: int, updates: int) -> dict[str, Any]:
+    """Build and measure a GPT of such blocks; if updates, train it and measure it again."""
+    data, model, T = Dataset(training.text()), build(size, kind, seed), SIZES[size][0][3]
+    idx = torch.from_numpy(next(eval_batches(data.val, T, 2, 1))[0])
+    found: dict[str, Any] = {"size": size, "kind": kind, "part": part, "seed": seed}
+    found["start"] = {name: profile(model, name, idx) for name in PARTS}
+    if updates:
+        batches = training.windows(data, 16, T, seed)
+        batches = denoising(batches, VOCAB - 1, seed) if kind == "full" else batches
+        training.train(take(model, **PARTS[part]), batches, Recipe(max_iters=updates))
+        found["bpb"] = training.validate(model, data, T, 100_000)["bpb"]  # means little if full
+        found["end"] = {name: profile(model, name, idx) for name in PARTS}
+    found["powers"] = [power(model, skip, seed) for skip in (False, True)]
+    found["paths"] = [paths(skip, kind, seed) for skip in (False, True)]
+    return found
+
+
+def measure(lab: Lab) -> common.Result:
+    wide, narrow = ("64 wide", "quick") if lab.quick else ("768 wide", "64 wide")
+    seeds, updates = ((1,), 60) if lab.quick else ((1, 2, 3), 300)
+    parts = ["attention alone", WHOLE] if lab.quick else PARTS
+    jobs = [{"size": narrow, "kind": kind, "part": part, "seed": seed, "updates": updates}
+            for seed in seeds for kind, part in [("full", WHOLE), *product(["causal"], parts)]]
+    jobs += [{**job, "size": wide, "updates": 0} for job in jobs if job["part"] == WHOLE]
+    return {"states": [(wide, "start"), (narrow, "start"), (narrow, "end")],
+            "runs": lab.trials(grow, jobs)}
+
+
+def of(result: common.Result, *which: str) -> list[dict]:
+    """The runs of this size, kind and part."""
+    return [run for run in result["runs"] if (run["size"], run["kind"], run["part"]) == which]
+
+
+def spell(values: list[float]) -> str:
+    """Small ones by their geometric mean."""
+    return common.spell(values) if max(values) > 0.001 else f"{np.exp(np.log(values).mean()):.0e}"
+
+
+def table(result: common.Result) -> common.Rows:
+    rows = [["residual after layer 1 → 12", *KINDS, "bits per byte if trained so (causal)"]]
+    for (size, when), part in product(result["states"], PARTS):
+        curves = [[run[when][part] for run in of(result, size, kind, WHOLE)] for kind in KINDS]
+        cells = [" → ".join(spell([curve[i] for curve in seeds]) for i in (1, -1))
+                 for seeds in curves]
+        bpb = [run["bpb"] for run in of(result, size, "causal", part) if when == "end"]
+        rows.append([f"{size}, {when}: {part}", *cells, common.spell(bpb) if bpb else ""])
+    trained = [of(result, result["states"][-1][0], kind, WHOLE) for kind in KINDS]
+    titles = {"powers": "one layer takes eps to eps^p: p", "paths": "error of the sum over paths"}
+    for what, (i, name) in product(titles, enumerate((", no skip", ", skip"))):
+        cells = [spell([run[what][i] for run in runs]) for runs in trained]
+        rows.append([titles[what] + name, *cells, ""])
+    return rows
+
+
+def draw(result: common.Result, fig: Any) -> None:
+    for ax, kind in zip(fig.subplots(1, 2), KINDS, strict=True):
+        for (size, when), line in zip(result["states"][::2], ("-", "--"), strict=True):
+            for part, color in zip(PARTS, common.COLORS, strict=False):
+                for run in of(result, size, kind, WHOLE):
+                    ax.plot(run[when][part], line, color=color, lw=1.2,
+                            label=f"{part}: {size}, {when}" if run["seed"] == 1 else None)
+        ax.set(title=f"{kind} attention", xlabel="layer", yscale="log")
+    fig.axes[0].text(12, 6e-16, "rounding of float64", ha="right", color="#666666")
+    fig.axes[0].set_ylabel("residual / norm of the hidden states")
+    fig.axes[0].legend(loc="center right", fontsize=10)
+
+
+if __name__ == "__main__":
+    common.command("rank_collapse")

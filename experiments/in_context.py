@@ -1,0 +1,200 @@
+"""Learning from the context appears at one time in training, and takes two layers.
+
+Source: Elhage et al. 2021 (transformer-circuits.pub/2021/framework) and Olsson et al. 2022 (arXiv
+2209.11895): an induction head finds what followed the present token before and predicts it again.
+It needs a head of an earlier layer that tells each position which token was before it.
+
+Models of 1, 2 and 4 layers learn windows of Python's standard library ("text"), or batches of which
+three quarters are random letters repeated with a period of their own, each window anew ("mixed").
+During training: the loss on the first and on the second occurrence of random sequences. In the end:
+how much a head looks where an induction head would, and few-shot accuracy on pairs of a key (a-z)
+and its value (A-Z), a mapping of its own for each sequence. No model has seen such pairs.
+
+    python -m experiments.in_context [--quick]
+"""
+
+import math
+import string
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Generator, default_rng
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.dataset import Dataset
+from experiments import common
+from experiments.lab import Lab
+from experiments.training import Batches, Recipe, text, train, windows
+from model import GPT, GPTConfig
+
+T = 64  # context
+ROWS = 32  # of a batch
+LETTERS = np.frombuffer(string.ascii_letters.encode(), np.uint8).astype(np.int64)  # as bytes
+PERIODS = 8, 32  # shortest and longest of the repeated sequences that are learned
+REPEATED = 24  # distinct letters of the sequences that models are measured on
+KEYS = 8  # of a mapping
+SHOTS = T // 2 - 1
+FALLEN = 2.0  # nats: any of the 24 letters of the first occurrence would be ln 24 = 3.2
+
+
+def repeats(rng: Generator, rows: int, length: int) -> np.ndarray:
+    """Random letters, repeated with a random period in each row: (rows, length)."""
+    low, high = PERIODS
+    return np.stack([np.resize(rng.choice(LETTERS, rng.integers(low, high + 1)), length)
+                     for _ in range(rows)])
+
+
+def twice(rng: Generator, rows: int) -> np.ndarray:
+    """REPEATED different letters, and the same again: (rows, 2 * REPEATED)."""
+    once = np.stack([rng.permutation(LETTERS)[:REPEATED] for _ in range(rows)])
+    return np.hstack([once, once])
+
+
+def mappings(rng: Generator, rows: int) -> np.ndarray:
+    """key, value, key, value, ...: KEYS keys with a value each, drawn at random (rows, T)."""
+    lower, upper = LETTERS[:26], LETTERS[26:]
+    made = []
+    for _ in range(rows):
+        keys, values = rng.permutation(lower)[:KEYS], rng.permutation(upper)[:KEYS]
+        drawn = rng.integers(KEYS, size=T // 2)
+        made.append(np.stack([keys[drawn], values[drawn]], 1).ravel())
+    return np.stack(made)
+
+
+def mixed(text_windows: Batches, rows: int, seed: int) -> Batches:
+    """Text windows, and below them as many rows of repeated letters."""
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = text_windows(step)
+        letters = repeats(default_rng([seed, step]), rows, T + 1)
+        return np.vstack([x, letters[:, :-1]]), np.vstack([y, letters[:, 1:]])
+
+    return batch
+
+
+@torch.inference_mode()
+def occurrences(model: GPT, sequences: Tensor) -> tuple[float, float]:
+    """Loss in nats on the first and the second occurrence, of all letters but the first."""
+    x, y = sequences[:, :-1], sequences[:, 1:]
+    losses = F.cross_entropy(model(x).mT, y, reduction="none")  # (rows, 2 * REPEATED - 1)
+    return losses[:, : REPEATED - 1].mean().item(), losses[:, REPEATED:].mean().item()
+
+
+@torch.inference_mode()
+def accuracy(model: GPT, pairs: Tensor) -> list[float]:
+    """Share of values that the most probable token is, after 0, 1, ... SHOTS other pairs."""
+    right = model(pairs[:, :-1]).argmax(-1) == pairs[:, 1:]
+    return right[:, ::2].float().mean(0).tolist()
+
+
+@torch.inference_mode()
+def induction(model: GPT, sequences: Tensor) -> float:
+    """The most that a head looks, from a repeated letter, at what followed it before; mean of all.
+
+    1 for a perfect induction head (the prefix matching score of Olsson et al.).
+    """
+    inputs: list[Tensor] = []
+    hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in model.h]
+    model.hidden(sequences)
+    for hook in hooks:
+        hook.remove()
+    best = 0.0
+    for block, x in zip(model.h, inputs, strict=True):
+        q, k, _ = (a.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2)
+                   for a in block.attn.c_attn(x).chunk(3, dim=-1))  # (B, H, T, D)
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        after = weights.diagonal(1 - REPEATED, -2, -1)  # query i, key i - REPEATED + 1
+        best = max(best, after[..., 1:].mean((0, 2)).max().item())  # from the second occurrence on
+    return best
+
+
+def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[str, Any]:
+    """Train one model, measured `points` times on the way."""
+    data = Dataset(text("byte"))
+    texts = ROWS if kind == "text" else ROWS // 4
+    batches = windows(data, texts, T, seed)
+    if kind == "mixed":
+        batches = mixed(batches, ROWS - texts, seed)
+    sequences = torch.from_numpy(twice(default_rng(2**32), 128))  # the same for all
+    pairs = torch.from_numpy(mappings(default_rng(2**32 + 1), 512))
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(data.vocab_size, T, n_layer=layers, n_head=2, n_embd=64), init_std=0.05)
+    losses, every = [], updates // points
+
+    def each(step: int) -> None:
+        if step % every == 0:
+            losses.append(occurrences(model, sequences))
+
+    train(model, batches, Recipe(updates), each=each)
+    first, second = map(list, zip(*losses, strict=True))
+    return {"first": first, "second": second, "every": every, "accuracy": accuracy(model, pairs),
+            "induction": induction(model, sequences)}
+
+
+def measure(lab: Lab) -> dict[str, Any]:
+    text("byte")  # prepared once, not by every process
+    plan = ([("mixed", (1, 2), 1, 300, 10)] if lab.quick else  # data, layers, seeds, updates
+            [("mixed", (1, 2, 4), 5, 500, 25), ("text", (1, 2, 4), 3, 1000, 25)])
+    jobs = [{"kind": kind, "layers": n, "seed": seed, "updates": updates, "points": points}
+            for kind, depths, seeds, updates, points in plan
+            for n in depths for seed in range(1, seeds + 1)]
+    result: dict[str, Any] = {}
+    for job, made in zip(jobs, lab.trials(learn, jobs), strict=True):
+        depths = result.setdefault(job["kind"], {})
+        depths.setdefault(str(job["layers"]), []).append(made)
+    return result
+
+
+def best(shots: int) -> float:
+    """Accuracy of one that remembers all pairs and guesses among 26 where the key is new."""
+    return 1 - (1 - 1 / KEYS) ** shots * 25 / 26
+
+
+def fell(run: dict[str, Any]) -> int | None:
+    """The update by which the loss on the second occurrence is below FALLEN, if it ever is."""
+    return next((i * run["every"] for i, loss in enumerate(run["second"]) if loss < FALLEN), None)
+
+
+def table(result: dict[str, Any]) -> common.Rows:
+    rows = [["trained on, layers", "first occurrence", "second occurrence",
+             f"below {FALLEN:g} nats at update", "best head's look", "8 shots right",
+             f"{SHOTS} shots right"]]
+    for kind, depths in result.items():
+        for layers, runs in depths.items():
+            steps = [step for run in runs if (step := fell(run)) is not None]
+            when = f"{min(steps)} to {max(steps)}" if steps else "never"
+            if 0 < len(steps) < len(runs):
+                when += f", {len(steps)} of {len(runs)}"
+            rows.append([f"{kind}, {layers}", *(common.spell([run[key][-1] for run in runs], 2)
+                                                for key in ("first", "second")), when,
+                         common.spell([run["induction"] for run in runs], 2),
+                         *(common.spell([run["accuracy"][k] for run in runs], 2)
+                           for k in (8, SHOTS))])
+    return rows
+
+
+def draw(result: dict[str, Any], fig: Any) -> None:
+    left, right = fig.subplots(1, 2)
+    for kind, depths in result.items():
+        for (layers, runs), color in zip(depths.items(), common.COLORS, strict=False):
+            style, name = "-" if kind == "mixed" else ":", f"{kind}, layers: {layers}"
+            for i, run in enumerate(runs):
+                steps = np.arange(len(run["second"])) * run["every"]
+                left.plot(steps, run["second"], style, color=color, lw=1.4, alpha=0.8,
+                          label=None if i else name)
+            right.plot(np.mean([run["accuracy"] for run in runs], axis=0), style, color=color)
+    left.set(xlabel="updates", ylabel="loss on the second occurrence, nats", ylim=(0, None))
+    left.legend()
+    right.plot([best(k) for k in range(SHOTS + 1)], color="0.6", lw=5, alpha=0.5, zorder=0,
+               label="best possible")
+    right.axhline(1 / KEYS, color="0.4", ls="--", lw=1, label="a value shown, at random")
+    right.set(xlabel="pairs before the question (shots)", ylabel="accuracy", ylim=(0, 1))
+    right.legend()
+
+
+if __name__ == "__main__":
+    common.command("in_context")

@@ -1,0 +1,177 @@
+"""Letting the input be seen in both directions brings nothing: GPT against UniLM.
+
+Source: kexue.fm 9529 and 9547, where bidirectional attention within the input, parameters and data
+being equal, gains nothing. A window is an input and what follows it, the target. Both models have
+the same parameters, initial weights, batches and updates and learn the target alone; the input is
+seen causally (GPT) or as a whole (UniLM, arXiv 1905.03197). `text`: the second half of windows of
+Python's standard library, given the first; here a third arm does what one would really do and
+learns every token. `sort` and `hops` are questions whose answer hangs on the whole input, where
+UniLM could gain most: numbers in order; pointers p, the answers p[p[p[i]]].
+
+    python -m experiments.prefix_lm [--quick]
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Generator, default_rng
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.dataset import Dataset
+from experiments import common
+from experiments.lab import Lab
+from experiments.training import Batches, MaskedGPT, Recipe, prefix_mask, text, train, windows
+from kit.evaluate import eval_batches
+from model import GPTConfig
+
+ARMS = {"gpt": "GPT", "unilm": "UniLM", "all": "GPT, every token"}
+LETTERS = 16  # of the questions: numbers or pointers in the input, and as many in the answer
+NUMBERS = 32  # that `sort` draws from
+
+
+@dataclass
+class Task:
+    vocab_size: int
+    prefix: int  # tokens of the input; the rest of a window of T is the target
+    T: int
+    n_layer: int  # of the model that learns it
+    n_embd: int
+    batches: Batches  # of all tokens
+    fixed: list[tuple[np.ndarray, np.ndarray]]  # what the models are measured on, of all tokens
+
+
+def text_task(seed: int) -> Task:
+    data, T = Dataset(text("byte")), 128
+    return Task(data.vocab_size, T // 2, T, 2, 128, windows(data, 8, T, seed),
+                list(eval_batches(data.val, T, 32, 8)))
+
+
+def sort(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers (rows, LETTERS), with repeats, and the same in order."""
+    x = rng.integers(NUMBERS, size=(rows, LETTERS))
+    return x, np.sort(x)
+
+
+def hops(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pointers p (rows, LETTERS) into their own row, and p[p[p[i]]]."""
+    p = rng.integers(LETTERS, size=(rows, LETTERS))
+    return p, np.take_along_axis(p, np.take_along_axis(p, p, 1), 1)
+
+
+def question_task(ask: Callable, seed: int) -> Task:
+    """Windows of an input, a mark and the answer."""
+    def batch(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        question, answer = ask(rng, rows)
+        row = np.hstack([question, np.full((rows, 1), NUMBERS), answer])
+        return row[:, :-1], row[:, 1:]
+
+    return Task(NUMBERS + 1, LETTERS + 1, 2 * LETTERS, 3, 64,
+                lambda step: batch(default_rng([seed, step]), 64),
+                [batch(default_rng(2**32), 256)])
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "text": text_task, "sort": lambda seed: question_task(sort, seed),
+    "hops": lambda seed: question_task(hops, seed)}
+TITLES = {"text": "text: second half", "sort": "sort: 16 numbers", "hops": "hops: p[p[p[i]]]"}
+
+
+def target_only(y: np.ndarray, prefix: int) -> np.ndarray:
+    """y (B, T) with -1 where the next token is still of the input; its last position counts."""
+    y = y.copy()
+    y[:, : prefix - 1] = -1
+    return y
+
+
+@torch.inference_mode()
+def by_position(model: MaskedGPT, task: Task) -> Tensor:
+    """Loss in nats of each token of the target, mean over the fixed windows: (T - prefix + 1,)."""
+    target = slice(task.prefix - 1, None)  # the last token of the input predicts the first
+    losses = []
+    for x, y in task.fixed:
+        logits = model(torch.from_numpy(x))[:, target]
+        losses.append(F.cross_entropy(logits.mT, torch.from_numpy(y)[:, target], reduction="none"))
+    return torch.cat(losses).mean(0)
+
+
+def learn(task: str, arm: str, seed: int, updates: int, every: int,
+          rate: float = 1.0) -> dict[str, list[float]]:
+    """Train one arm -> its loss on the target every so many updates, and at the end by position.
+
+    rate: a factor on the rates of the recipe.
+    """
+    t = TASKS[task](seed)
+    torch.manual_seed(seed)
+    model = MaskedGPT(GPTConfig(t.vocab_size, t.T, t.n_layer, 4, t.n_embd), init_std=0.05)
+    model.mask = prefix_mask(t.T, t.prefix if arm == "unilm" else 0)
+    losses = []
+
+    def batches(step: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = t.batches(step)
+        return x, y if arm == "all" else target_only(y, t.prefix)
+
+    def each(step: int) -> None:
+        if step % every == 0:
+            losses.append(by_position(model, t))
+
+    recipe = Recipe(updates, learning_rate=2e-2 * rate, muon_lr=0.012 * rate)
+    train(model, batches, recipe, each=each)
+    return {"curve": [loss.mean().item() for loss in losses], "positions": losses[-1].tolist()}
+
+
+def measure(lab: Lab) -> dict[str, Any]:
+    """Curves and losses by position of each task, arm and seed."""
+    text("byte")  # prepared once, not by every process
+    seeds = range(1, 2 if lab.quick else 6)
+    updates = {"text": 10, "hops": 140} if lab.quick else {"text": 300, "sort": 200, "hops": 300}
+    points = {"text": 1, "hops": 10} if lab.quick else {"text": 5, "sort": 10, "hops": 10}
+    jobs = [{"task": task, "arm": arm, "seed": seed, "updates": n, "every": n // points[task]}
+            for task, n in updates.items() for arm in ARMS for seed in seeds
+            if arm != "all" or task == "text"]
+    result: dict[str, Any] = {"seeds": list(seeds), "updates": updates}
+    for job, made in zip(jobs, lab.trials(learn, jobs), strict=True):
+        result.setdefault(job["task"], {}).setdefault(job["arm"], []).append(made)
+    return result
+
+
+def last(runs: list[dict[str, list[float]]], tokens: int | None = None) -> list[float]:
+    """Of each seed, the final loss on the target, or on its first tokens."""
+    return [statistics.fmean(run["positions"][:tokens]) for run in runs]
+
+
+def table(result: dict[str, Any]) -> common.Rows:
+    rows = [["loss on the target, nats a token", "GPT", "UniLM", "UniLM - GPT (95 %)",
+             "GPT, every token", "it - GPT (95 %)"]]
+    for task, tokens in (("text", None), ("text", 8), ("sort", None), ("hops", None)):
+        if task in result:
+            arms = {arm: last(runs, tokens) for arm, runs in result[task].items()}
+            name = f"{task}, first {tokens} tokens" if tokens else task
+            row = [name, common.spell(arms["gpt"]), common.spell(arms["unilm"]),
+                   common.spell_difference(arms["unilm"], arms["gpt"])]
+            row += [common.spell(arms["all"]), common.spell_difference(arms["all"], arms["gpt"])
+                    ] if "all" in arms else ["", ""]
+            rows.append(row)
+    return rows
+
+
+def draw(result: dict[str, Any], fig: Any) -> None:
+    tasks = [task for task in TASKS if task in result]
+    panels = fig.subplots(1, len(tasks))
+    for ax, task in zip(panels, tasks, strict=True):
+        for arm, color in zip(ARMS, common.COLORS, strict=False):
+            for i, run in enumerate(result[task].get(arm, [])):
+                steps = np.linspace(0, result["updates"][task], len(run["curve"]))
+                ax.plot(steps[1:], run["curve"][1:], ".-", color=color, alpha=0.8, lw=1.2,
+                        label=None if i else ARMS[arm])
+        ax.set(title=TITLES[task], xlabel="updates")
+    panels[0].set_ylabel("loss on the target, nats a token")
+    panels[0].legend()
+
+
+if __name__ == "__main__":
+    common.command("prefix_lm")

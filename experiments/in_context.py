@@ -120,7 +120,7 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
     if kind == "mixed":
         batches = mixed(batches, ROWS - texts, seed)
     sequences = torch.from_numpy(twice(default_rng(2**32), 128))  # the same for all
-    pairs = torch.from_numpy(mappings(default_rng(2**32 + 1), 512))
+    pairs = torch.from_numpy(mappings(default_rng(2**32 + 1), 256))
     torch.manual_seed(seed)
     model = GPT(GPTConfig(data.vocab_size, T, n_layer=layers, n_head=2, n_embd=64), init_std=0.05)
     losses, every = [], updates // points
@@ -137,7 +137,7 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
 
 def measure(lab: Lab) -> dict[str, Any]:
     text("byte")  # prepared once, not by every process
-    plan = ([("mixed", (1, 2), 1, 300, 10)] if lab.quick else  # data, layers, seeds, updates
+    plan = ([("mixed", (1, 2), 1, 270, 9)] if lab.quick else  # data, layers, seeds, updates, points
             [("mixed", (1, 2, 4), 5, 500, 25), ("text", (1, 2, 4), 3, 1000, 25)])
     jobs = [{"kind": kind, "layers": n, "seed": seed, "updates": updates, "points": points}
             for kind, depths, seeds, updates, points in plan
@@ -188,7 +188,7 @@ def draw(result: dict[str, Any], fig: Any) -> None:
                           label=None if i else name)
             right.plot(np.mean([run["accuracy"] for run in runs], axis=0), style, color=color)
     left.set(xlabel="updates", ylabel="loss on the second occurrence, nats", ylim=(0, None))
-    left.legend()
+    left.legend(loc="center right")
     right.plot([best(k) for k in range(SHOTS + 1)], color="0.6", lw=5, alpha=0.5, zorder=0,
                label="best possible")
     right.axhline(1 / KEYS, color="0.4", ls="--", lw=1, label="a value shown, at random")

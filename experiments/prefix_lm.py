@@ -129,7 +129,7 @@ def measure(lab: Lab) -> dict[str, Any]:
     text("byte")  # prepared once, not by every process
     seeds = range(1, 2 if lab.quick else 6)
     updates = {"text": 10, "hops": 140} if lab.quick else {"text": 300, "sort": 200, "hops": 300}
-    points = {"text": 1, "hops": 10} if lab.quick else {"text": 5, "sort": 10, "hops": 10}
+    points = {"text": 1, "hops": 2} if lab.quick else {"text": 5, "sort": 10, "hops": 10}
     jobs = [{"task": task, "arm": arm, "seed": seed, "updates": n, "every": n // points[task]}
             for task, n in updates.items() for arm in ARMS for seed in seeds
             if arm != "all" or task == "text"]

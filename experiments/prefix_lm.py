@@ -11,6 +11,7 @@ UniLM could gain most: numbers in order; pointers p, the answers p[p[p[i]]].
     python -m experiments.prefix_lm [--quick]
 """
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,7 +79,6 @@ def question_task(ask: Callable, seed: int) -> Task:
 TASKS: dict[str, Callable[[int], Task]] = {
     "text": text_task, "sort": lambda seed: question_task(sort, seed),
     "hops": lambda seed: question_task(hops, seed)}
-TITLES = {"text": "text: second half", "sort": "sort: 16 numbers", "hops": "hops: p[p[p[i]]]"}
 
 
 def target_only(y: np.ndarray, prefix: int) -> np.ndarray:
@@ -160,17 +160,27 @@ def table(result: dict[str, Any]) -> common.Rows:
 
 
 def draw(result: dict[str, Any], fig: Any) -> None:
-    tasks = [task for task in TASKS if task in result]
-    panels = fig.subplots(1, len(tasks))
-    for ax, task in zip(panels, tasks, strict=True):
-        for arm, color in zip(ARMS, common.COLORS, strict=False):
-            for i, run in enumerate(result[task].get(arm, [])):
+    left, right = fig.subplots(1, 2)
+    size = 8  # bytes of text that are one point
+    for arm, color in zip(("unilm", "all"), common.COLORS[1:], strict=False):
+        a, b = ([[statistics.fmean(run["positions"][i : i + size]) for run in result["text"][which]]
+                 for i in range(0, 64, size)] for which in (arm, "gpt"))
+        mean, half = zip(*map(common.difference, a, b), strict=True)
+        left.errorbar(np.arange(len(mean)) * size + size / 2 + (arm == "all"), mean,
+                      [h if math.isfinite(h) else 0 for h in half], color=color, fmt="o-",
+                      capsize=3, lw=1.4, ms=4, label=f"{ARMS[arm]} - GPT")
+    left.axhline(0, color=common.COLORS[0], lw=1.2)
+    left.set(title="text", xlabel="bytes after the input", ylabel="difference of loss, nats a byte")
+    left.legend()
+    for task, style in (("hops", "-"), ("sort", ":")):
+        for arm, color in zip(("gpt", "unilm"), common.COLORS, strict=False):
+            for i, run in enumerate(result.get(task, {}).get(arm, [])):
                 steps = np.linspace(0, result["updates"][task], len(run["curve"]))
-                ax.plot(steps[1:], run["curve"][1:], ".-", color=color, alpha=0.8, lw=1.2,
-                        label=None if i else ARMS[arm])
-        ax.set(title=TITLES[task], xlabel="updates")
-    panels[0].set_ylabel("loss on the target, nats a token")
-    panels[0].legend()
+                right.plot(steps, run["curve"], style, color=color, lw=1.4, alpha=0.8,
+                           label=None if i else f"{task}, {ARMS[arm]}")
+    right.set(title="questions", xlabel="updates", ylabel="loss on the answer, nats a token",
+              ylim=(0, None))
+    right.legend()
 
 
 if __name__ == "__main__":

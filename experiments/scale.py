@@ -1,0 +1,200 @@
+"""The right attention scale is where the gradient through softmax is largest: 0.84 sqrt(log n).
+
+Source: kexue.fm 9812. For p = softmax(alpha s) over n keys, half the 1-norm of the Jacobian dp / ds
+is alpha (1 - sum p_i^2). For scores of variance 1 the article puts sum p_i^2 = exp(alpha^2) / n,
+finds the maximum near alpha = 0.84 sqrt(log n), and advises to multiply scores by that, or by 2.5.
+Here the mean gradient is taken from draws, of normal scores and of q.k / sqrt(d); then models whose
+queries and keys start with variance 1 learn with scores times c or c sqrt(log n), n = position + 1.
+
+    python -m experiments.scale [--quick]
+"""
+
+import math
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.dataset import Dataset
+from experiments import common
+from experiments.common import COLORS, Result, spell, spell_difference
+from experiments.lab import Lab
+from experiments.training import Recipe, text, train, validate, windows
+from model import GPT, CausalSelfAttention, GPTConfig, Store
+
+WIDTH, CONTEXT = 128, 128
+ALPHAS = [0.25 * 2 ** (i / 8) for i in range(49)]  # 0.25 ... 16
+
+
+def gradient(scores: Tensor, alpha: float) -> Tensor:
+    """Half the 1-norm of the Jacobian of softmax(alpha s) by s: scores (..., n) -> (...).
+
+    dp_i / ds_j = alpha (p_i [i = j] - p_i p_j), so row i has absolute values that sum to
+    2 alpha p_i (1 - p_i), and all of them to 2 alpha (1 - sum p_i^2).
+    """
+    return alpha * (1 - (alpha * scores).softmax(-1).square().sum(-1))
+
+
+def limit(n: int, d: int = 0) -> float:
+    """The mean gradient where alpha goes to infinity; n and d as in `curve`.
+
+    Then only the two largest scores matter. With g between them it is 2 alpha p (1 - p), p =
+    sigmoid(alpha g), which has an integral of 1 over g > 0, whatever alpha is: the mean is the
+    density of g at 0, n (n - 1) times the integral of phi(x)^2 Phi(x)^(n - 2). Scores of a query q
+    have a deviation of |q| / sqrt(d), which divides it; the mean of sqrt(d) / |q| is known.
+    """
+    x = torch.linspace(-10, 10, 20001, dtype=torch.float64)
+    squared = torch.exp(-x.square()) / (2 * math.pi)  # phi^2
+    density = n * (n - 1) * torch.trapezoid(squared * torch.special.ndtr(x) ** (n - 2), x).item()
+    if d:
+        density *= math.sqrt(d / 2) * math.exp(math.lgamma((d - 1) / 2) - math.lgamma(d / 2))
+    return density
+
+
+def curve(n: int, d: int, seeds: list[int], numbers: int) -> dict[str, Any]:
+    """Of each seed the mean gradient of numbers / n queries at ALPHAS and, `there`, at 0.84
+    sqrt(log n); `half`: the alpha where half of the queries have passed their own largest one.
+
+    d: dimension of normal queries and keys; 0: the scores themselves are normal.
+    """
+    result: dict[str, Any] = {"mean": [], "there": [], "half": []}
+    for seed in seeds:
+        random, queries = torch.Generator().manual_seed(seed), numbers // n
+        normal = partial(torch.randn, generator=random, dtype=torch.float64)
+        scores = (torch.stack([normal(n, d) @ normal(d) for _ in range(queries)]) / math.sqrt(d)
+                  if d else normal(queries, n))
+        gradients = torch.stack([gradient(scores, alpha) for alpha in ALPHAS])  # (alphas, queries)
+        result["mean"].append(gradients.mean(1).tolist())
+        result["there"].append(gradient(scores, 0.84 * math.sqrt(math.log(n))).mean().item())
+        result["half"].append(torch.tensor(ALPHAS)[gradients.argmax(0)].median().item())
+    return {"n": n, "d": d, "limit": limit(n, d), **result}
+
+
+class ScaledAttention(CausalSelfAttention):
+    """Attention with scores q.k / sqrt(D) times c log(n)^power; power is 0 or 0.5."""
+
+    def __init__(self, config: GPTConfig, c: float, power: float):
+        super().__init__(config)
+        self.logn, self.log_base = "scaled", 1.0  # a name that makes forward ask for query_scale
+        self.c, self.power = c, power
+
+    def query_scale(self, pos: Tensor) -> Tensor:
+        return self.c * super().query_scale(pos) ** self.power
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None, store: Store) -> Tensor:
+        self.seen = x.detach(), pos  # what `spread` looks at
+        return super().forward(x, pos, mask, store)
+
+    @torch.no_grad()
+    def spread(self) -> float:
+        """Standard deviation of the scores that a query's softmax saw last, over sqrt(log n): mean
+        over rows, heads and queries with at least 16 keys."""
+        x, pos = self.seen  # (B, T, C), (T,)
+        q, k, _ = (a.unflatten(2, (self.n_head, -1)).transpose(1, 2)
+                   for a in self.c_attn(x).chunk(3, dim=2))
+        scores = (q * self.query_scale(pos) @ k.mT).double() / math.sqrt(q.size(-1))
+        return fmean(scores[:, :, n - 1, :n].std(-1, correction=0).mean().item()
+                     / math.sqrt(math.log(n)) for n in range(16, x.size(1) + 1))
+
+
+def build(c: float, power: float, vocab_size: int, seed: int) -> GPT:
+    """A model whose queries and keys have variance 1 at the start, as the article assumes."""
+    torch.manual_seed(seed)
+    config = GPTConfig(vocab_size, CONTEXT, n_layer=2, n_head=4, n_embd=WIDTH)
+    model = GPT(config)
+    for block in model.h:
+        block.attn = ScaledAttention(config, c, power)
+    model.init_weights(WIDTH**-0.5)
+    return model
+
+
+def trial(c: float, power: float, seed: int, rate: float, rows: int, updates: int) -> dict:
+    """rate: of Muon, in units of Recipe's. -> loss, nats a byte, and spreads by layer."""
+    data = Dataset(text())
+    model = build(c, power, data.vocab_size, seed)
+    idx = torch.from_numpy(data.val.window(0, 16, CONTEXT)[0])
+    model.hidden(idx)
+    start = [block.attn.spread() for block in model.h]
+    recipe = Recipe(max_iters=updates, muon_lr=rate * Recipe.muon_lr)
+    train(model, windows(data, rows, CONTEXT, seed), recipe)
+    loss = validate(model, data, tokens=65536)["loss"]
+    model.hidden(idx)
+    return {"c": c, "power": power, "seed": seed, "rate": rate, "loss": loss, "start": start,
+            "end": [block.attn.spread() for block in model.h]}
+
+
+def measure(lab: Lab) -> Result:
+    seeds, numbers, size = [1, 2, 3], 2**21, {"rows": 4, "updates": 300}
+    cases = [(16, 0), (256, 0), (1024, 0), (4096, 0), (256, 4), (256, 32)]
+    factors = [(c, 0.0) for c in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)]
+    factors += [(c, 0.5) for c in (0.25, 0.5, 0.84, 2.0)]  # times log(n) to this power
+    search = [(c, 0.0, 9, rate) for c in (0.25, 1.0, 4.0) for rate in (0.5, 1.0, 2.0)]
+    if lab.quick:
+        seeds, numbers, size, cases = [1], 2**17, {"rows": 2, "updates": 30}, cases[:2]
+        factors, search = [(0.125, 0.0), (1.0, 0.0), (16.0, 0.0)], []
+    draws = [{"n": n, "d": d, "seeds": seeds, "numbers": numbers} for n, d in cases]
+    runs = [(*factor, seed, 1.0) for factor in factors for seed in seeds] + search
+    jobs = [dict(zip(("c", "power", "seed", "rate"), run, strict=True)) | size for run in runs]
+    roots = torch.arange(1.0, CONTEXT + 1).log().sqrt()
+    return {"cases": lab.trials(curve, draws), "runs": lab.trials(trial, jobs),
+            "alphas": ALPHAS, "updates": size["updates"], "mean_root": roots.mean().item()}
+
+
+def of_power(result: Result, power: float) -> dict[float, list[dict[str, Any]]]:
+    """c -> its runs, one a seed; without those of the other rates, which have seed 9."""
+    runs = [run for run in result["runs"] if run["power"] == power and run["seed"] != 9]
+    return {c: [run for run in runs if run["c"] == c] for c in dict.fromkeys(r["c"] for r in runs)}
+
+
+def table(result: Result) -> list[list[str]]:
+    rows = [["", "result", "to compare", "spread of scores / √(log n), layers 1, 2: start → end"]]
+    for case in result["cases"]:
+        share = spell([100 * there / case["limit"] for there in case["there"]], 1)
+        drawn = f", q and k of {case['d']}" if case["d"] else ""
+        rows.append([f"gradient at 0.84 √(log n), n = {case['n']}{drawn}",
+                     f"{share} % of its limit",
+                     f"half of the queries past their own: {spell(case['half'], 1)}", ""])
+    plain = [run["loss"] for run in of_power(result, 0.0)[1.0]]
+    for power, root in ((0.0, ""), (0.5, " √(log n)")):
+        for c, runs in of_power(result, power).items():
+            losses = [run["loss"] for run in runs]
+            start, end = (", ".join(f"{fmean(layer):.2f}" for layer in zip(
+                *(run[when] for run in runs), strict=True)) for when in ("start", "end"))
+            rows.append([f"loss, scores times {c:g}{root}", spell(losses),
+                         f"{spell_difference(losses, plain)} to times 1", f"{start} → {end}"])
+    return rows
+
+
+def draw(result: Result, fig: Any) -> None:
+    left, right = fig.subplots(1, 2)
+    normal = [case for case in result["cases"] if not case["d"]]
+    for case, color in zip(normal, COLORS, strict=False):
+        n, root = case["n"], math.sqrt(math.log(case["n"]))
+        means = list(map(fmean, zip(*case["mean"], strict=True)))
+        left.plot(result["alphas"], means, color=color, label=f"n = {n}")
+        left.plot(0.84 * root, fmean(case["there"]), "o", color=color)
+        alphas = torch.linspace(0.25, root, 200)
+        left.plot(alphas, alphas * (1 - alphas.square().exp() / n), "--", color=color, lw=1)
+    left.set(xlabel="α, factor of scores of variance 1", ylabel="mean gradient α (1 - Σ p²)",
+             title="Dots: 0.84 √(log n); dashed: formula")
+    for power, color, label in ((0.0, COLORS[0], "times c"), (0.5, COLORS[1], "times c √(log n)")):
+        groups = of_power(result, power)
+        xs = [c * (result["mean_root"] if power else 1.0) for c in groups]
+        losses = [[run["loss"] for run in runs] for runs in groups.values()]
+        right.plot(xs, list(map(fmean, losses)), color=color, label=label)
+        right.plot(xs, losses, ".", color=color)
+    there = 0.84 * result["mean_root"]
+    right.axvline(there, color=COLORS[-1], lw=1, ls=":")
+    right.text(there * 1.07, 0.9, "0.84 √(log n)", transform=right.get_xaxis_transform())
+    right.set(xlabel="factor of q·k / √d, mean over positions", ylabel="loss (nats a byte)",
+              title=f"After {result['updates']} updates; dots: seeds")
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.legend(loc="upper left")
+
+
+if __name__ == "__main__":
+    common.command("scale")

@@ -167,15 +167,15 @@ def draw(result: Result, fig: Any) -> None:
             ends = values(runs, "end", kind, std)
             after.plot([std] * len(ends), ends, ".", color=color)
     before.axhline(entropy, color=COLORS[-1], lw=1, ls=":")
-    before.text(1.2, entropy * 0.97, "ln V", ha="right", va="top")
+    before.text(1.2, entropy * 1.02, "ln V", ha="right", va="bottom")
     before.set(xscale="log", yscale="log", ylabel="loss before training (nats a token)",
                title="Step 0; lines: predicted", yticks=[7, 10, 20, 50, 100],
                yticklabels=["7", "10", "20", "50", "100"])
-    before.minorticks_off()
     after.set(xscale="log", ylabel="validation loss (nats a token)",
               title=f"After {result['updates']} updates; dots: seeds")
     for ax in (before, after):
         ax.set_xlabel("standard deviation of the embeddings")
+        ax.minorticks_off()
     before.legend(loc="upper left")
 
 

@@ -186,10 +186,12 @@ def draw(result: common.Result, fig: Any) -> None:
             right.plot(dims, means, mark, color=color, label=f"{kind}, n = {length}")
     for name, tolerance in TOLERANCES.items():
         left.axhline(math.log10(tolerance), color="#888888", lw=0.8, ls=":")
-        left.text(1.04, math.log10(tolerance) + 0.2, name, color="#666666", fontsize=10, ha="right")
-    left.set(xlabel="i / n", ylabel="log10 of singular value i / the largest", title=f"n = {n}")
+        left.text(1.18, math.log10(tolerance) + 0.2, name, color="#666666", fontsize=10, ha="right")
+    left.set(xlabel="i / n", ylabel="log10 of singular value i / the largest", title=f"n = {n}",
+             xlim=(-0.03, 1.19), xticks=(0, 0.25, 0.5, 0.75, 1))
     left.legend(fontsize=10)
-    right.set(xlabel="head dimension d", ylabel="rank at 1e-6 / n", ylim=(0, 1.05), xticks=dims)
+    right.set(xlabel="head dimension d", ylabel="rank at tolerance 1e-6 (float32) / n",
+              ylim=(0, 1.05), xticks=dims)
     right.legend(fontsize=10)
 
 

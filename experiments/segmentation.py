@@ -2,8 +2,8 @@
 
 Subword regularisation (Kudo, arXiv 1804.10959; kexue.fm 9768) trains on another segmentation of the
 text each time. BPE dropout (Provilkov et al., arXiv 1910.13267) leaves out each possible merge with
-probability p, drawn anew at every step. Here a small model reads little text for many epochs, each
-segmented anew, and is measured on the standard segmentation, after the same updates for all.
+probability p, drawn anew at every step. Here a small model reads little text, segmented anew each
+epoch, by a short schedule and by one twice as long, and is measured on the standard segmentation.
 
     python -m experiments.segmentation [--quick]
 """
@@ -43,14 +43,12 @@ class Segmenter:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, special = tokenizer, tokenizer.special.values()
-        ids = [i for i in range(tokenizer.vocab_size) if i not in special]
-        tokens = [tokenizer.token_bytes(i) for i in ids]
-        id_of = dict(zip(tokens, ids, strict=True))
+        self.tokenizer, n, special = tokenizer, tokenizer.vocab_size, tokenizer.special.values()
+        id_of = {tokenizer.token_bytes(i): i for i in range(n) if i not in special}
         self.byte_ids = np.array([id_of[bytes([b])] for b in range(256)], np.int32)
-        self.merged = np.full((tokenizer.vocab_size,) * 2, NEVER)  # left, right -> id, its rank too
-        longer = [token for token in tokens if len(token) > 1]
-        for token, (left, right) in zip(longer, merges(tokens), strict=True):
+        self.merged = np.full((n, n), NEVER)  # left, right -> id of both, which is its rank too
+        longer = [token for token in id_of if len(token) > 1]
+        for token, (left, right) in zip(longer, merges(list(id_of)), strict=True):
             self.merged[id_of[left], id_of[right]] = id_of[token]
         pattern = tokenizer.to_json()["pattern"]  # to `regex` four more characters are \s
         pattern = pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
@@ -59,8 +57,8 @@ class Segmenter:
     def cut(self, text: str) -> Words:
         """The words of a text, as the tokenizer's own pattern has them."""
         lengths = [len(word.encode("utf-8")) for word in self.pattern.findall(text)]
-        letters = np.frombuffer(text.encode("utf-8"), np.uint8)
-        return self.byte_ids[letters], np.repeat(np.arange(len(lengths)), lengths)
+        word = np.repeat(np.arange(len(lengths)), lengths)
+        return self.byte_ids[np.frombuffer(text.encode("utf-8"), np.uint8)], word
 
     def segment(self, words: Words, p: float, rng: np.random.Generator) -> Words:
         """Words -> ids of their tokens (m,), and the place in `words` where each begins (m,)."""
@@ -110,50 +108,53 @@ def epochs(segmenter: Segmenter, words: Words, p: float, seed: int) -> Iterator[
             yield rows[:, :-1], rows[:, 1:]
 
 
-def trial(p: float, dropout: float, seed: int, n_bytes: int, n_embd: int, max_iters: int,
+def trial(p: float, dropout: float, seed: int, n_bytes: int, n_embd: int, lengths: list[int],
           every: int) -> Result:
-    """Train one model -> bits per byte of the validation split after each `every` updates."""
-    data = Dataset(training.text("bpe:1024"))
-    segmenter, lengths, bpb = Segmenter(data.tokenizer), data.token_byte_lengths(), []
+    """Train a model by each schedule -> bits per byte of validation after each `every` updates."""
+    data, curves = Dataset(training.text("bpe:1024")), {}
+    segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.train, n_bytes, seed)
-    batches = epochs(segmenter, words, p, seed)
-    torch.manual_seed(seed)  # also of dropout
-    model = GPT(GPTConfig(data.vocab_size, T, 2, 4, n_embd, dropout), 0.05)
+    for n in lengths:
+        torch.manual_seed(seed)  # also of dropout
+        model = GPT(GPTConfig(data.vocab_size, T, 2, 4, n_embd, dropout), 0.05)
+        curves[str(n)] = learn(model, data, epochs(segmenter, words, p, seed), n, every,
+                               n / sum(lengths))
+    tokens, _ = segmenter.segment(words, p, np.random.default_rng([seed, 0]))
+    return {"bpb": curves, "tokens_per_byte": len(tokens) / n_bytes}
+
+
+def learn(model: GPT, data: Dataset, batches: Iterator, n: int, every: int, share: float) -> list:
+    bpb, lengths = [], data.token_byte_lengths()
 
     def measure(step: int) -> None:
         if step and step % every == 0:
             fixed = eval_batches(data.val, T, 8, 32)  # 16,384 tokens from 32 places
             bpb.append(evaluate(model, fixed, lengths, data.separator, torch.inference_mode)["bpb"])
 
-    training.train(model, lambda _: next(batches), training.Recipe(max_iters), each=measure)
-    tokens = len(segmenter.segment(words, p, np.random.default_rng([seed, 0]))[0])
-    return {"bpb": bpb, "tokens_per_byte": tokens / n_bytes}
+    training.train(model, lambda _: next(batches), training.Recipe(n), share, measure)
+    return bpb
 
 
 def price(p: float, n_bytes: int, times: int, seed: int) -> float:
-    """Bits per byte that the standard segmentation of validation text costs among random ones.
+    """Bits per byte that the standard segmentation costs among random ones: -log2 of its odds.
 
-    That is -log2 of its probability, estimated for each word from so many random ones. A model that
-    knows random segmentation perfectly pays it; one that knows the standard alone does not.
+    A model that knows random segmentation perfectly pays that; the odds are those of each word.
     """
     data, rng = Dataset(training.text("bpe:1024")), np.random.default_rng(seed)
     segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.val, n_bytes, seed)
-
-    def begins(p: float) -> np.ndarray:
-        mark = np.zeros(len(words[0]), bool)
-        mark[segmenter.segment(words, p, rng)[1]] = True
-        return mark
-
-    standard = begins(0)
-    hits = sum(np.bincount(words[1], begins(p) != standard) == 0 for _ in range(times))
+    standard = segmenter.segment(words, 0, rng)[1]
+    hits = np.zeros(words[1][-1] + 1)
+    for _ in range(times):
+        other = np.setxor1d(standard, segmenter.segment(words, p, rng)[1])  # beginnings of one only
+        hits += np.bincount(words[1][other], minlength=len(hits)) == 0
     return float(-np.log2(np.maximum(hits, 0.5) / times).sum() / n_bytes)
 
 
 def measure(lab: Lab) -> Result:
     names, seeds = (["none", "p = 0.1"], [1, 2]) if lab.quick else (list(ARMS), [1, 2, 3])
-    size = (dict(n_bytes=10_000, n_embd=64, max_iters=60, every=15) if lab.quick else
-            dict(n_bytes=200_000, n_embd=128, max_iters=440, every=40))
+    size = (dict(n_bytes=10_000, n_embd=64, lengths=[15, 45], every=15) if lab.quick else
+            dict(n_bytes=200_000, n_embd=128, lengths=[150, 300], every=30))
     runs = iter(lab.trials(trial, [ARMS[name] | size | {"seed": seed}
                                    for name in names for seed in seeds]))
     text = dict(n_bytes=5_000, times=20) if lab.quick else dict(n_bytes=40_000, times=200)
@@ -164,13 +165,13 @@ def measure(lab: Lab) -> Result:
 
 
 def best_and_end(runs: list[Result]) -> tuple[list[float], list[float]]:
-    """Bits per byte of each seed at its best point, as early stopping finds it, and at the last."""
-    return [min(run["bpb"]) for run in runs], [run["bpb"][-1] for run in runs]
+    """Bits per byte of each seed: the best point of all, and the end of the long schedule."""
+    curves = [list(run["bpb"].values()) for run in runs]
+    return [min(map(min, of_seed)) for of_seed in curves], [of_seed[-1][-1] for of_seed in curves]
 
 
 def table(result: Result) -> Rows:
-    lines = [["regularisation", "tokens per byte", "price", "bits per byte, best", "at the end",
-              "best - none", "end - none"]]
+    lines = [["arm", "tokens/byte", "price", "best, bits/byte", "end", "best - none", "end - none"]]
     none = best_and_end(result["runs"]["none"])
     for name, runs in result["runs"].items():
         here, cost = best_and_end(runs), result["price"].get(str(ARMS[name]["p"]), 0.0)
@@ -181,19 +182,18 @@ def table(result: Result) -> Rows:
 
 
 def draw(result: Result, fig) -> None:
-    panels = {"merges left out with probability p": list(ARMS)[:4],
-              "against dropout of the model": ("none", "p = 0.1", "dropout 0.1", "both 0.1")}
-    axes = fig.subplots(1, 2, sharey=True)
+    runs, lengths = result["runs"], list(result["runs"]["none"][0]["bpb"])
+    axes = fig.subplots(1, len(lengths), sharey=True)
     axes[0].set_ylabel("validation, bits per byte")
-    for ax, (title, names) in zip(axes, panels.items(), strict=True):
-        for name in [name for name in names if name in result["runs"]]:
-            curves = np.array([run["bpb"] for run in result["runs"][name]])  # (seeds, points)
-            updates = result["size"]["every"] * np.arange(1, curves.shape[1] + 1)
-            color = COLORS[list(ARMS).index(name)]
-            ax.plot(updates, curves.mean(0), color=color, label=name)
-            ax.fill_between(updates, curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0)
-        ax.set(xlabel="updates", title=title)
-        ax.legend(loc="upper right")
+    for ax, n in zip(axes, lengths, strict=True):
+        curves = np.array([[run["bpb"][n] for run in of_arm] for of_arm in runs.values()])
+        curves -= curves.mean((0, 2), keepdims=True) - curves.mean()  # each seed has its own text
+        updates = result["size"]["every"] * np.arange(1, curves.shape[2] + 1)
+        for name, seeds, color in zip(runs, curves, COLORS, strict=False):
+            ax.plot(updates, seeds.mean(0), color=color, label=name)
+            ax.fill_between(updates, seeds.min(0), seeds.max(0), color=color, alpha=0.15, lw=0)
+        ax.set(xlabel="updates", title=f"schedule of {n} updates")
+    axes[-1].legend(loc="upper right", ncols=2)
 
 
 if __name__ == "__main__":

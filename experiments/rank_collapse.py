@@ -94,16 +94,15 @@ def residual(x: Tensor) -> Tensor:
 def profile(model: MaskedGPT, name: str, idx: Tensor) -> list[float]:
     """Residual over norm of the embeddings of idx and after each layer, in float64."""
     model = take(copy.deepcopy(model).double(), **PARTS[name])
-    xs = layers(model, (model.wte(idx) + model.wpe.weight).detach())
-    return [(residual(x) / composite_norm(x)).mean().item() for x in xs]
+    return [(residual(x) / composite_norm(x)).mean().item()
+            for x in layers(model, model.wte(idx) + model.wpe.weight)]
 
 
 def power(model: MaskedGPT, skip: bool, seed: int) -> float:
     """p, where the first layer's attention makes eps^p of a residual of size eps."""
     model = take(copy.deepcopy(model).double(), skip, dense=False, norm=False)
     torch.manual_seed(seed)
-    T, C = model.wpe.weight.shape
-    x, R = torch.randn(C).double(), torch.randn(T, C).double()
+    x, R = (torch.randn(n, model.config.n_embd).double() for n in (1, model.config.block_size))
     eps = np.geomspace(1e-4, 1e-2, 5)
     after = [residual(layers(model, x + e * R[None])[1]).item() for e in eps]
     return float(np.polyfit(np.log(eps), np.log(after), 1)[0])
@@ -133,8 +132,8 @@ def grow(size: str, kind: str, part: str, seed: int, updates: int) -> dict[str, 
     """Build and measure a GPT of such blocks; if updates, train it and measure it again."""
     data, model, T = Dataset(training.text()), build(size, kind, seed), SIZES[size][0][3]
     idx = torch.from_numpy(next(eval_batches(data.val, T, 2, 1))[0])
-    found: dict[str, Any] = {"size": size, "kind": kind, "part": part, "seed": seed}
-    found["start"] = {name: profile(model, name, idx) for name in PARTS}
+    found: dict[str, Any] = {"size": size, "kind": kind, "part": part, "seed": seed,
+                             "start": {name: profile(model, name, idx) for name in PARTS}}
     if updates:
         batches = training.windows(data, 16, T, seed)
         batches = denoising(batches, VOCAB - 1, seed) if kind == "full" else batches
@@ -162,9 +161,8 @@ def of(result: common.Result, *which: str) -> list[dict]:
     return [run for run in result["runs"] if (run["size"], run["kind"], run["part"]) == which]
 
 
-def spell(values: list[float]) -> str:
-    """Small ones by their geometric mean."""
-    return common.spell(values) if max(values) > 0.001 else f"{np.exp(np.log(values).mean()):.0e}"
+def spell(values: list[float]) -> str:  # small ones by their geometric mean
+    return common.spell(values) if max(values) > 0.01 else f"{np.exp(np.log(values).mean()):.0e}"
 
 
 def table(result: common.Result) -> common.Rows:
@@ -189,11 +187,13 @@ def draw(result: common.Result, fig: Any) -> None:
             for part, color in zip(PARTS, common.COLORS, strict=False):
                 for run in of(result, size, kind, WHOLE):
                     ax.plot(run[when][part], line, color=color, lw=1.2,
-                            label=f"{part}: {size}, {when}" if run["seed"] == 1 else None)
+                            label=part if run["seed"] == 1 and line == "-" else None)
+            ax.plot([], line, color="#333333", lw=1.2, label=f"{size}, {when}")
         ax.set(title=f"{kind} attention", xlabel="layer", yscale="log")
-    fig.axes[0].text(12, 6e-16, "rounding of float64", ha="right", color="#666666")
-    fig.axes[0].set_ylabel("residual / norm of the hidden states")
-    fig.axes[0].legend(loc="center right", fontsize=10)
+    left, right = fig.axes
+    left.text(12, 4e-15, "rounding of float64", ha="right", color="#666666", fontsize=10)
+    left.set_ylabel("residual / norm of the hidden states")
+    right.legend(loc="lower left", fontsize=10)
 
 
 if __name__ == "__main__":

@@ -166,12 +166,12 @@ def measure(lab: Lab) -> common.Result:
 
 def table(result: common.Result) -> common.Rows:
     at = {step: i for i, step in enumerate(result["steps"]) if step in (200, 500, 1000, 2000)}
-    rows = [["trained, compared with: median (quartiles)", *(f"{step} steps" for step in at)]]
+    rows = [["trained: compared with, median (quartiles)", *(f"{step} steps" for step in at)]]
     for way, name in (("w", "W"), ("kq", "K Qᵀ"), ("paper", "K Qᵀ with a penalty"),
                       ("model", "K Qᵀ of `CausalSelfAttention`")):
         for norm, theirs in PAPER.items():
             values = np.array([q[way][norm] for q in result["problems"]])[:, list(at.values())]
-            rows.append([f"{name}, {norm}", *("{:.3f} ({:.3f} to {:.3f})".format(*points)
+            rows.append([f"{name}: {norm.title()}", *("{:.3f} ({:.3f} to {:.3f})".format(*points)
                          for points in np.percentile(values, (50, 25, 75), axis=0).T)])
             if way == "w":
                 rows.append(["mean / the authors' mean", *(f"{mean:.3f} / {theirs.get(step, '-')}"

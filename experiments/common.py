@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -78,23 +79,37 @@ def main(name: str, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers={args.workers}: must be at least 1")
-    begun = time.perf_counter()
+    made, begun = commit(name), time.perf_counter()
     result = module.measure(Lab(args.quick, args.workers))
-    seconds = time.perf_counter() - begun
-    scratch = out_root() / "experiments"
-    record = {"format": FORMAT, "name": name, "quick": args.quick, "date": str(date.today()),
-              "commit": commit(name), "torch": torch.__version__, "python": sys.version.split()[0],
-              "workers": args.workers, "seconds": round(seconds, 1), "result": result}
-    file = (scratch if args.quick else RESULTS) / f"{name}.json"
-    picture = (scratch if args.quick else FIGURES) / f"{name}.png"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, json.dumps(record, indent=1) + "\n")
-    figure(module, record["result"], picture)
+    seconds = round(time.perf_counter() - begun, 1)
+    text = to_json({"format": FORMAT, "name": name, "quick": args.quick, "date": str(date.today()),
+                    "commit": made, "torch": torch.__version__, "python": sys.version.split()[0],
+                    "workers": args.workers, "seconds": seconds, "result": rounded(result)})
+    results, figures = (out_root() / "experiments",) * 2 if args.quick else (RESULTS, FIGURES)
+    results.mkdir(parents=True, exist_ok=True)
+    write_text(results / f"{name}.json", text)
+    result = json.loads(text)["result"]
+    figure(module, result, figures / f"{name}.png")
     print(to_text(module.table(result)))
-    print(f"{seconds:.0f} s; {file} and {picture}"
+    print(f"{seconds:.0f} s; {results / name}.json and {figures / name}.png"
           + ("" if args.quick else "; python -m experiments.all puts them into docs"),
           file=sys.stderr)
     return 0
+
+
+def rounded(value: Any) -> Any:
+    """The same with numbers of seven digits: more are noise, and hard to read."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(inner) for inner in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def to_json(record: dict[str, Any]) -> str:
+    """JSON with a list of numbers on a line."""
+    text = json.dumps(record, indent=1)
+    return re.sub(r"\[[^][{}\"]*\]", lambda m: re.sub(r"\s+", " ", m[0]), text) + "\n"
 
 
 def commit(name: str) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from data.dataset import Dataset
 from experiments import common, training
 from experiments.lab import Lab
-from experiments.training import Batches, MaskedGPT, Recipe, prefix_mask
+from experiments.training import Batches, MaskedGPT, Recipe, denoising, prefix_mask
 from kit.evaluate import eval_batches
 from model import GPTConfig
 
@@ -33,17 +33,6 @@ WIDTH, LAYERS, LENGTHS = 64, 2, (64, 256)
 KINDS = ("causal", "prefix", "full")
 # share of the largest singular value below which rounding hides one, with some margin
 TOLERANCES = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-2}
-
-
-def denoising(batches: Batches, mask_id: int, seed: int, share: float = 0.2) -> Batches:
-    """Hide a share of the input bytes, other ones at each update; these are the targets."""
-
-    def hidden(step: int) -> tuple[np.ndarray, np.ndarray]:
-        x, _ = batches(step)
-        hide = np.random.default_rng((seed, step)).random(x.shape) < share
-        return np.where(hide, mask_id, x), np.where(hide, x, -1)
-
-    return hidden
 
 
 def after_prefix(batches: Batches) -> Batches:

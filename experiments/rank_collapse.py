@@ -20,9 +20,8 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from experiments import common, training
-from experiments.full_rank import denoising
 from experiments.lab import Lab
-from experiments.training import MaskedGPT, Recipe, prefix_mask
+from experiments.training import MaskedGPT, Recipe, denoising, prefix_mask
 from kit.evaluate import eval_batches
 from model import Block, CausalSelfAttention, GPTConfig
 

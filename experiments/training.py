@@ -80,6 +80,17 @@ def windows(data: Dataset, rows: int, block_size: int, seed: int) -> Batches:
     return lambda step: data.train.batch(step * rows, rows, block_size, seed)
 
 
+def denoising(batches: Batches, mask_id: int, seed: int, share: float = 0.2) -> Batches:
+    """Hide a share of the input bytes, other ones at each update; these are the targets."""
+
+    def hidden(step: int) -> tuple[np.ndarray, np.ndarray]:
+        x, _ = batches(step)
+        hide = np.random.default_rng((seed, step)).random(x.shape) < share
+        return np.where(hide, mask_id, x), np.where(hide, x, -1)
+
+    return hidden
+
+
 def validate(model: GPT, data: Dataset, block_size: int | None = None,
              tokens: int = 0) -> dict[str, float]:
     """Loss and bits per byte on fixed windows of the validation split; see kit.evaluate.

@@ -129,6 +129,12 @@ def test_a_saved_result_is_read_or_named(tmp_path, monkeypatch):
     assert common.load("tied")["result"] == 5
 
 
+def test_results_are_rounded_and_lists_of_numbers_are_lines():
+    text = common.to_json({"a": common.rounded([1 / 3, 2, (1e-9 / 3,)]), "b": {"c": [], "d": "[x"}})
+    assert '"c": []' in text and "0.3333333" in text and "[ 3.333333e-10 ]" in text
+    assert json.loads(text) == {"a": [0.3333333, 2, [3.333333e-10]], "b": {"c": [], "d": "[x"}}
+
+
 def test_mistakes_are_one_line():
     for flags, said in ((["--quik"], "--quick?"), (["--workers=0"], "at least 1"),
                         (["now"], "unrecognized arguments: now")):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import full_rank as f
-from experiments.training import MaskedGPT, prefix_mask
+from experiments.training import MaskedGPT, denoising, prefix_mask
 from model import GPTConfig
 
 
@@ -29,7 +29,7 @@ def rows(step):
 
 
 def test_hidden_bytes_are_the_targets():
-    batches = f.denoising(rows, 999, seed=1)
+    batches = denoising(rows, 999, seed=1)
     x, y = batches(0)
     hidden = x == 999
     assert 0.05 < hidden.mean() < 0.4

@@ -156,14 +156,14 @@ def table(result: Result) -> list[list[str]]:
         rows.append([f"gradient at 0.84 √(log n), n = {case['n']}{drawn}",
                      f"{share} % of its limit",
                      f"half of the queries past their own: {spell(case['half'], 1)}", ""])
-    plain = [run["loss"] for run in of_power(result, 0.0)[1.0]]
+    one = [run["loss"] for run in of_power(result, 0.0)[1.0]]
     for power, root in ((0.0, ""), (0.5, " √(log n)")):
         for c, runs in of_power(result, power).items():
             losses = [run["loss"] for run in runs]
-            start, end = (", ".join(f"{fmean(layer):.2f}" for layer in zip(
+            spread = " → ".join(", ".join(f"{fmean(layer):.2f}" for layer in zip(
                 *(run[when] for run in runs), strict=True)) for when in ("start", "end"))
             rows.append([f"loss, scores times {c:g}{root}", spell(losses),
-                         f"{spell_difference(losses, plain)} to times 1", f"{start} → {end}"])
+                         f"{spell_difference(losses, one)} to times 1" * (losses != one), spread])
     return rows
 
 

@@ -171,7 +171,8 @@ def draw(result: dict[str, Any], fig: Any) -> None:
                       capsize=3, lw=1.4, ms=4, label=f"{ARMS[arm]} - GPT")
     left.axhline(0, color=common.COLORS[0], lw=1.2)
     left.set(title="text", xlabel="bytes after the input", ylabel="difference of loss, nats a byte")
-    left.legend()
+    left.margins(y=0.35)  # room for the legend
+    left.legend(loc="upper right")
     for task, style in (("hops", "-"), ("sort", ":")):
         for arm, color in zip(("gpt", "unilm"), common.COLORS, strict=False):
             for i, run in enumerate(result.get(task, {}).get(arm, [])):

@@ -186,14 +186,14 @@ def draw(result: common.Result, fig: Figure) -> None:
             ax.plot(sizes["tested"], list(map(fmean, right)), color=color, label=ARMS[arm])
             ax.plot(sizes["tested"], right, ".", color=color, alpha=0.6)  # each seed
         ax.set(title=names[problem][0], xlabel=names[problem][1], xticks=sizes["tested"])
-    left, right = fig.axes
+    left = fig.axes[0]
     left.set(ylabel="right answers, %", ylim=(-4, 104))
     left.axhline(50, color="#888888", linestyle=":", linewidth=1.2)
     longest, end = max(result["plan"]["spread"]["trained"]), left.get_xlim()[1]
     left.axvspan(longest + 0.4, end, color="#888888", alpha=0.12, linewidth=0)
     left.text((longest + 0.4 + end) / 2, 8, "longer than\nin training", ha="center", fontsize=11)
-    left.text(2.2, 36, "chance is 50 %", fontsize=11, color="#666666")
-    right.legend(loc="center right", fontsize=11)
+    left.text(4.5, 36, "chance is 50 %", fontsize=11, color="#666666")
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=11)
 
 
 if __name__ == "__main__":

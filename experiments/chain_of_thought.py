@@ -34,7 +34,7 @@ from model import GPT, GPTConfig
 
 ARMS = {"reasoning": "after reasoning", "dots": "after dots", "direct": "at once",
         "twice": "at once, twice the updates"}
-ROWS, BLOCK = 32, 80  # of a batch; tokens of the longest example, and a few
+ROWS, BLOCK = 32, 96  # of a batch; tokens of the longest example, and some
 FULL = {"spread": {"updates": 450, "trained": [2, 3, 4, 5, 6, 7, 8], "tested": [2, 4, 6, 8, 10]},
         "sum": {"updates": 700, "trained": [2, 3, 4, 5, 6], "tested": [2, 3, 4, 5, 6]}}
 QUICK = {"spread": {"updates": 240, "trained": [3], "tested": [3]},
@@ -133,7 +133,7 @@ def trial(problem: str, arm: str, seed: int, updates: int, trained: list[int], t
         losses = train(model, windows(data, ROWS, BLOCK, seed), recipe, share=0.95)
     right, tokens = {}, {}
     for n, of_size in tests.items():
-        room = 1 + max(len(e.completion(arm)) for e in of_size)  # a byte is a token
+        room = 16 + max(len(e.completion(arm)) for e in of_size)  # bytes, with room for more
         texts = written(model, data, [e.prompt for e in of_size], room)
         right[str(n)] = fmean(text.rpartition(":")[2] == e.answer
                               for text, e in zip(texts, of_size, strict=True))

@@ -32,7 +32,7 @@ TRAINED = {"off": "off", "clipped": "off", "fixed": "fixed", "learned": "learned
 WAYS = ("interpolate", "hierarchical", "copy")
 FULL = {"seeds": [1, 2, 3], "updates": 850, "adaptation": 40, "lengths": [128, 256, 512],
         "tokens": 32768}
-QUICK = {"seeds": [1, 2], "updates": 25, "adaptation": 2, "lengths": [256], "tokens": 4096}
+QUICK = {"seeds": [1, 2], "updates": 20, "adaptation": 2, "lengths": [256], "tokens": 4096}
 RATE = 0.3  # of the peak rates, in the short training
 
 
@@ -104,7 +104,7 @@ def widen(seed: int, mode: str, way: str, weights: Weights, lengths: Sequence[in
         model = widened(weights, mode, size, way)
         before = losses(model, data, size, tokens)
         if size == max(lengths) and way == "interpolate":
-            x = torch.from_numpy(np.concatenate([x for x, _ in sample(data, size, 16384)]))
+            x = torch.from_numpy(np.concatenate([x for x, _ in sample(data, size, tokens // 2)]))
             cells["entropy"] = by_octave(entropies(model, x))
         recipe = Recipe(max_iters=adaptation, warmup_iters=adaptation // 8,
                         learning_rate=RATE * Recipe.learning_rate, muon_lr=RATE * Recipe.muon_lr)
@@ -172,10 +172,12 @@ def draw(result: common.Result, fig: Any) -> None:
     right.axvline(T, color="#999999", linewidth=1)
     right.set(title="Before any training at that length", xlabel="n, the keys that a query sees",
               ylabel="entropy of attention (nats)")
-    for ax, ticks in ((left, sizes), (right, [8, 16, 32, *sizes])):
+    for ax, ticks, columns in ((left, sizes, 2), (right, [8, 16, 32, *sizes], 1)):
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks, ticks)
-        ax.legend(fontsize=10)
+        ax.legend(fontsize=10, ncols=columns, loc="upper left", columnspacing=1)
+    low, high = left.get_ylim()
+    left.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
 
 
 if __name__ == "__main__":

@@ -122,5 +122,6 @@ def test_quick_form(quick):
     entropy = {(r["mode"], r["seed"]): r["entropy"] for r in result["runs"] if "entropy" in r}
     for seed in result["size"]["seeds"]:
         off, clipped = entropy["off", seed], entropy["clipped", seed]
-        assert off["64"] == clipped["64"] and off["256"] > clipped["256"]  # sharper past 64 only
+        assert clipped["64"] == pytest.approx(off["64"], abs=1e-6)  # the same up to 64
+        assert clipped["256"] < off["256"] - 2e-5  # sharper beyond, in hardly trained attention too
         assert off["256"] > off["64"] + 0.3  # attention spreads as keys come

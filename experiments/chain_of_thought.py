@@ -1,4 +1,4 @@
-"""Chain of thought buys computation: what a small model cannot answer at once, it can work out.
+"""Claim: chain of thought buys computation. What cannot be answered at once can be worked out.
 
 Source: Su Jianlin (kexue.fm); theory in arXiv 2305.15408, chains of thought in arXiv 2201.11903,
 filler tokens in arXiv 2404.15758. Two problems, asked of the same model in several ways:
@@ -21,10 +21,9 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 
 from data.dataset import Dataset
 from experiments import common
@@ -35,7 +34,7 @@ from model import GPT, GPTConfig
 ARMS = {"reasoning": "after reasoning", "dots": "after dots", "direct": "at once",
         "twice": "at once, twice the updates"}
 ROWS, BLOCK = 32, 96  # of a batch; tokens of the longest example, and some
-FULL = {"spread": {"updates": 450, "trained": [2, 3, 4, 5, 6, 7, 8], "tested": [2, 4, 6, 8, 10]},
+FULL = {"spread": {"updates": 450, "trained": [3, 4, 5, 6, 7, 8], "tested": [4, 6, 8, 10]},
         "sum": {"updates": 700, "trained": [2, 3, 4, 5, 6], "tested": [2, 3, 4, 5, 6]}}
 QUICK = {"spread": {"updates": 240, "trained": [3], "tested": [3]},
          "sum": {"updates": 60, "trained": [2], "tested": [2]}}
@@ -175,7 +174,7 @@ def table(result: common.Result) -> common.Rows:
     return rows
 
 
-def draw(result: common.Result, fig: Figure) -> None:
+def draw(result: common.Result, fig: Any) -> None:
     names = {"spread": ("Are all of n digits less than a apart?", "digits n"),
              "sum": ("The sum of two numbers", "digits of each number")}
     for ax, (problem, sizes) in zip(fig.subplots(1, 2, sharey=True), result["plan"].items(),
@@ -192,7 +191,7 @@ def draw(result: common.Result, fig: Figure) -> None:
     longest, end = max(result["plan"]["spread"]["trained"]), left.get_xlim()[1]
     left.axvspan(longest + 0.4, end, color="#888888", alpha=0.12, linewidth=0)
     left.text((longest + 0.4 + end) / 2, 8, "longer than\nin training", ha="center", fontsize=11)
-    left.text(4.5, 36, "chance is 50 %", fontsize=11, color="#666666")
+    left.text(4.2, 40, "chance is 50 %", fontsize=11, color="#666666")
     fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=11)
 
 

@@ -34,8 +34,10 @@ from kit.settings import CLONE
 FORMAT = 1  # of a saved result
 RESULTS, FIGURES = CLONE / "experiments" / "results", CLONE / "docs" / "figures"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#56b4e9", "#8c6d1f", "#333333")
-# Student's t for 95 %, two-sided, of 1 to 9 degrees of freedom
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# Student's t for 95 %, two-sided, of 1 to 30 degrees of freedom; of more it is 1.96 + 2.4 / them
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+       2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+       2.052, 2.048, 2.045, 2.042)
 Result, Rows = dict[str, Any], Sequence[Sequence[str]]
 
 
@@ -54,7 +56,9 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     if len(pairs) < 2:
         return pairs[0], math.inf
     error = statistics.stdev(pairs) / math.sqrt(len(pairs))
-    return statistics.fmean(pairs), T95[len(pairs) - 2] * error
+    freedom = len(pairs) - 1
+    t = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.4 / freedom
+    return statistics.fmean(pairs), t * error
 
 
 def spell_difference(a: Sequence[float], b: Sequence[float], digits: int = 3) -> str:
@@ -79,14 +83,14 @@ def main(name: str, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers={args.workers}: must be at least 1")
-    made, begun = commit(name), time.perf_counter()
+    results, figures = (out_root() / "experiments",) * 2 if args.quick else (RESULTS, FIGURES)
+    results.mkdir(parents=True, exist_ok=True)
+    made, begun = commit(), time.perf_counter()
     result = module.measure(Lab(args.quick, args.workers))
     seconds = round(time.perf_counter() - begun, 1)
     text = to_json({"format": FORMAT, "name": name, "quick": args.quick, "date": str(date.today()),
                     "commit": made, "torch": torch.__version__, "python": sys.version.split()[0],
                     "workers": args.workers, "seconds": seconds, "result": rounded(result)})
-    results, figures = (out_root() / "experiments",) * 2 if args.quick else (RESULTS, FIGURES)
-    results.mkdir(parents=True, exist_ok=True)
     write_text(results / f"{name}.json", text)
     result = json.loads(text)["result"]
     figure(module, result, figures / f"{name}.png")
@@ -112,10 +116,9 @@ def to_json(record: dict[str, Any]) -> str:
     return re.sub(r"\[[^][{}\"]*\]", lambda m: re.sub(r"\s+", " ", m[0]), text) + "\n"
 
 
-def commit(name: str) -> str:
-    """The clone's commit, with a + if what the experiment is made of differs from it."""
-    parts = ["model.py", "kit", "data/*.py", "experiments/lab.py", "experiments/common.py",
-             "experiments/training.py", f"experiments/{name}.py"]
+def commit() -> str:
+    """The clone's commit, with a + if what experiments are made of differs from it."""
+    parts = ["model.py", "kit", "data/*.py", "experiments/*.py"]
     try:
         texts = [subprocess.run(["git", *words], cwd=CLONE, capture_output=True, text=True,
                                 timeout=60).stdout.strip()

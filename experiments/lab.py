@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
@@ -29,8 +30,8 @@ class Lab:
         """
         context = multiprocessing.get_context("spawn")
         done = context.Value("d", 0.0)
-        os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started now
-        with ProcessPoolExecutor(self.workers, context, _begin, (done,)) as pool, _all_or_none():
+        pool = ProcessPoolExecutor(self.workers, context, _begin, (done,))
+        with pool, _one_thread(), _all_or_none():
             futures = [pool.submit(_run, trial, job) for job in jobs]
             _watch(futures, done)
             return [future.result() for future in futures]
@@ -50,6 +51,7 @@ def _begin(done: Any) -> None:
     global _done
     _done = done
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     parent = multiprocessing.parent_process()
 
     def follow() -> None:  # a parent that is killed tells nobody
@@ -68,21 +70,37 @@ def _run(trial: Callable[..., Any], job: dict[str, Any]) -> Any:
 
 
 def _watch(futures: Sequence[Future], done: Any) -> None:
-    """A progress bar until all jobs are done or one has failed."""
+    """A progress bar until all jobs are done; raises what one of them raised."""
     form = "{l_bar}{bar}| {n:.1f} of {total} trials [{elapsed}<{remaining}]"
     with tqdm(total=len(futures), bar_format=form, smoothing=0.1) as bar:
         left: Any = futures
-        while left and not any(f.done() and f.exception() for f in futures):
-            _, left = wait(left, timeout=0.5, return_when=FIRST_EXCEPTION)
+        while left:
+            ended, left = wait(left, timeout=0.5, return_when=FIRST_EXCEPTION)
+            for future in ended:
+                future.result()
             bar.update(min(done.value, len(futures)) - bar.n)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Processes that begin in the block have one thread for each library, not only for torch."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 @contextmanager
 def _all_or_none() -> Iterator[None]:
     """What ends the block early ends the processes of trials too, wherever they are."""
+    others = set(multiprocessing.active_children())
     try:
         yield
     except BaseException:
-        for process in multiprocessing.active_children():
+        for process in set(multiprocessing.active_children()) - others:
             process.kill()
         raise

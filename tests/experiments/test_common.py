@@ -1,6 +1,7 @@
 """The command of experiments, their trials, spreads and saved results."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from experiments.lab import Lab, tick
 from kit.errors import UserError
 
 CLONE = Path(__file__).parent.parent.parent
-numbers = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=10)
+numbers = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=60)
 
 
 def trial(seed: int, fail: int = -1) -> dict:
@@ -28,6 +29,8 @@ def trial(seed: int, fail: int = -1) -> dict:
     assert torch.get_num_threads() == 1
     if seed == fail:
         raise UserError(f"seed {seed} failed")
+    if fail >= 0:
+        time.sleep(600)
     tick(0.5)
     return {"seed": seed, "noise": torch.rand(1, generator=torch.manual_seed(seed)).item()}
 
@@ -41,10 +44,14 @@ def test_trials_come_in_order_and_are_the_same_in_any_number_of_processes(capfd)
 
 
 @pytest.mark.slow
-def test_a_trial_that_fails_ends_all_with_its_error():
-    jobs = [{"seed": seed, "fail": 1} for seed in range(3)]
+def test_a_trial_that_fails_ends_all_with_its_error_at_once(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    begun = time.monotonic()
     with pytest.raises(UserError, match="seed 1 failed"):
-        Lab(workers=1).trials(trial, jobs)
+        Lab(workers=2).trials(trial, [{"seed": seed, "fail": 1} for seed in range(3)])
+    assert time.monotonic() - begun < 300  # the first of them sleeps for ten minutes
+    assert not multiprocessing.active_children()
+    assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 SLEEPER = '''"""Sleeps."""
@@ -60,17 +67,22 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "Ctrl-C"])
 def test_no_process_outlives_the_command(tmp_path, number):
+    """Ctrl-C goes to all processes of a terminal, and only one of them speaks."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     file = tmp_path / "pid"
     env = os.environ | {"PYTHONPATH": f"{CLONE}{os.pathsep}{tmp_path}"}
-    parent = subprocess.Popen([sys.executable, "-m", "sleeper", str(file)], env=env,
-                              stderr=subprocess.DEVNULL, cwd=tmp_path, preexec_fn=lambda: (
-                                  signal.signal(signal.SIGINT, signal.default_int_handler)))
+    parent = subprocess.Popen([sys.executable, "-m", "sleeper", str(file)], env=env, cwd=tmp_path,
+                              stderr=subprocess.PIPE, text=True, start_new_session=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     wait(lambda: file.exists() and file.read_text())
-    parent.send_signal(number)
-    parent.wait(timeout=30)
+    if number == "Ctrl-C":
+        os.killpg(parent.pid, signal.SIGINT)
+    else:
+        parent.send_signal(number)
+    said = parent.communicate(timeout=60)[1]
+    assert said.count("Traceback") <= 1 and "SpawnProcess" not in said
     wait(lambda: has_ended(file.read_text()))
 
 

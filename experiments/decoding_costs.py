@@ -1,4 +1,4 @@
-"""A cache makes the next token cheap, and teacher forcing trains all positions at once.
+"""Claim: a cache makes the next token cheap, teacher forcing trains all positions at once.
 
 Vaswani et al., arXiv 1706.03762, table 1: n positions take O(1) operations in a row, recurrent ones
 O(n). Shazeer, arXiv 1911.02150, 2.4.1: token by token is the same arithmetic, but the weights are

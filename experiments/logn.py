@@ -1,4 +1,4 @@
-"""Log n attention: queries that grow sharper with the keys they see carry a model past its length.
+"""Claim: queries that grow sharper with the keys they see carry a model past its trained length.
 
 Claims: kexue.fm 8823 and 9444; learned per head: arXiv 2501.19399; clipped at the trained length:
 Qwen, arXiv 2309.16609. None has learned positions, which must be made longer first. Here models are
@@ -21,16 +21,25 @@ from data.dataset import Dataset
 from experiments import common
 from experiments.common import COLORS, difference, spell, spell_difference
 from experiments.lab import Lab, tick
-from experiments.training import Recipe, text, train, windows
-from experiments.wider_window import TOKENIZER, Weights, by_position, sample, weights_of
+from experiments.training import (
+    Recipe,
+    Weights,
+    by_position,
+    sample,
+    text,
+    train,
+    weights_of,
+    windows,
+)
 from kit.positions import resize
 from model import GPT, GPTConfig
 
+TOKENIZER = "bpe:512"
 T = 64  # tokens, the trained length
 BATCH = 2048  # tokens of an update, at every length
 TRAINED = {"off": "off", "clipped": "off", "fixed": "fixed", "learned": "learned"}  # how, by mode
 WAYS = ("interpolate", "hierarchical", "copy")
-FULL = {"seeds": [1, 2, 3], "updates": 850, "adaptation": 40, "lengths": [128, 256, 512],
+FULL = {"seeds": [1, 2, 3, 4, 5], "updates": 850, "adaptation": 40, "lengths": [128, 256, 512],
         "tokens": 32768}
 QUICK = {"seeds": [1, 2], "updates": 20, "adaptation": 2, "lengths": [256], "tokens": 4096}
 RATE = 0.3  # of the peak rates, in the short training

@@ -1,11 +1,12 @@
 """How experiments train: the project's model, optimizers and data in a loop of a screen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import utils
 
@@ -13,10 +14,11 @@ from data.dataset import Dataset
 from data.prepare import resolve
 from experiments.lab import tick
 from kit.device import prepare_device
-from kit.evaluate import eval_batches, evaluate
+from kit.evaluate import Batch, eval_batches, evaluate
 from kit.optimizer import build_optimizers, set_lr
 from model import GPT, KVCache
 
+Weights = dict[str, np.ndarray]
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # update -> x, y (B, T), y = -1: no target
 
 
@@ -102,6 +104,27 @@ def validate(model: GPT, data: Dataset, block_size: int | None = None,
     batches = eval_batches(data.val, size, rows, -(-tokens // (rows * size)))
     return evaluate(model, batches, data.token_byte_lengths(), data.separator,
                     torch.inference_mode)
+
+
+def weights_of(model: GPT) -> Weights:
+    """A copy that can go to another process."""
+    return {name: p.detach().numpy().copy() for name, p in model.state_dict().items()}
+
+
+def sample(data: Dataset, size: int, tokens: int) -> Iterable[Batch]:
+    """Windows of about so many tokens, spread evenly over the validation split."""
+    return eval_batches(data.val, size, max(1, 4096 // size), max(1, tokens // 4096))
+
+
+@torch.inference_mode()
+def by_position(model: GPT, batches: Iterable[Batch]) -> Tensor:
+    """Mean loss of each position, nats (size,), over batches of whole windows."""
+    total, n = torch.zeros(()), 0
+    for x, y in batches:
+        logits, targets = model(torch.from_numpy(x)), torch.from_numpy(y)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        total, n = total + loss.view(targets.shape).sum(0, dtype=torch.float64), n + len(x)
+    return total / n
 
 
 class MaskedGPT(GPT):

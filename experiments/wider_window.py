@@ -1,4 +1,4 @@
-"""A wider window by interpolating positions costs less than to train with it from the beginning.
+"""Claim: interpolated positions make a wider window cheaper than training with it throughout.
 
 The claim is the practice of context extension (arXiv 2306.15595, of rotary positions), here with
 learned ones: a model is trained on windows of 64 tokens, its positions are stretched to 256, and
@@ -10,22 +10,28 @@ in four while it is short.
 """
 
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from data.dataset import Dataset
 from experiments import common
 from experiments.common import COLORS, spell, spell_difference
 from experiments.lab import Lab
-from experiments.training import Batches, Recipe, text, train, windows
-from kit.evaluate import Batch, eval_batches
+from experiments.training import (
+    Batches,
+    Recipe,
+    Weights,
+    by_position,
+    sample,
+    text,
+    train,
+    weights_of,
+    windows,
+)
 from kit.positions import resize
 from model import GPT, GPTConfig
 
@@ -36,27 +42,6 @@ FLOOR = 0.3  # of the peak rates, at least, where wide windows begin
 SHARES = [0.0, 0.05, 0.1, 0.25, 0.5]  # of the updates in wide windows; 1: from the beginning
 FULL = {"seeds": [1, 2, 3], "updates": 900, "shares": SHARES, "tokens": 131072}
 QUICK = {"seeds": [1, 2], "updates": 40, "shares": [0.0, 0.25], "tokens": 8192}
-Weights = dict[str, np.ndarray]
-
-
-def weights_of(model: GPT) -> Weights:
-    return {name: p.detach().numpy().copy() for name, p in model.state_dict().items()}
-
-
-def sample(data: Dataset, size: int, tokens: int) -> Iterable[Batch]:
-    """Windows of about so many tokens, spread evenly over the validation split."""
-    return eval_batches(data.val, size, max(1, 4096 // size), max(1, tokens // 4096))
-
-
-@torch.inference_mode()
-def by_position(model: GPT, batches: Iterable[Batch]) -> Tensor:
-    """Mean loss of each position, nats (size,), over batches of whole windows."""
-    total, n = torch.zeros(()), 0
-    for x, y in batches:
-        logits, targets = model(torch.from_numpy(x)), torch.from_numpy(y)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        total, n = total + loss.view(targets.shape).sum(0, dtype=torch.float64), n + len(x)
-    return total / n
 
 
 def cut(batches: Batches, size: int, skip: int = 0) -> Batches:

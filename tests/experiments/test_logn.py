@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from experiments import logn
 from experiments.logn import TRAINED, WAYS, T, by_octave, config, entropies, table, widened
-from experiments.wider_window import by_position, weights_of
+from experiments.training import by_position, weights_of
 from model import GPT
 
 VOCABULARY = 11

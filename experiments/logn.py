@@ -163,30 +163,30 @@ def table(result: common.Result) -> common.Rows:
 def draw(result: common.Result, fig: Any) -> None:
     left, right = fig.subplots(1, 2)
     colors, sizes = dict(zip(TRAINED, COLORS, strict=False)), [T, *result["size"]["lengths"]]
-    left.axhline(0, color=colors["off"])
-    for i, (mode, when) in enumerate(product(list(TRAINED)[1:], ("before", "after"))):
-        gaps = [difference(late(result, mode, "interpolate", size, when),
-                           late(result, "off", "interpolate", size, when)) for size in sizes]
-        left.errorbar([size * 1.02 ** (i - 3) for size in sizes], *np.transpose(gaps), marker="o",
-                      markersize=4, color=colors[mode], capsize=2, elinewidth=1,
-                      linestyle="-" if when == "before" else ":", label=f"{mode}, {when}")
-    left.set(title="Positions interpolated", xlabel=f"tokens of a window, trained at {T}",
-             ylabel="loss against off, last quarter (nats)")
+    left.axhline(0, color=colors["off"], label="off")
+    for i, mode in enumerate(list(TRAINED)[1:]):
+        before, after = ([difference(late(result, mode, "interpolate", size, when),
+                                     late(result, "off", "interpolate", size, when))
+                          for size in sizes] for when in ("before", "after"))
+        left.errorbar([size * 1.03 ** (i - 1) for size in sizes], *np.transpose(before), marker="o",
+                      markersize=4, color=colors[mode], capsize=2, elinewidth=1, label=mode)
+        left.plot(sizes, [mean for mean, _ in after], ":", color=colors[mode])
+    left.set(title="Positions interpolated; dotted: adapted", ylabel="loss against off, last "
+             "quarter (nats)", xlabel=f"tokens of a window, trained at {T}")
     for mode in TRAINED:
         curves = [r["entropy"] for r in result["runs"] if r["mode"] == mode and "entropy" in r]
         n = 0.75 * np.array([int(key) for key in curves[0]])  # middle of n/2 .. n
-        right.plot(n, np.mean([list(c.values()) for c in curves], axis=0), color=colors[mode],
-                   label=mode)
-    right.plot(n, np.log(n), "--", color="#333333", linewidth=1, label="log n: all even")
+        right.plot(n, np.mean([list(c.values()) for c in curves], axis=0), color=colors[mode])
+    right.plot(n, np.log(n), "--", color="#333333", linewidth=1)
+    right.annotate("all even: log n", (n[3], np.log(n[3])), ha="right", xytext=(-6, 4),
+                   textcoords="offset points", fontsize=11)
     right.axvline(T, color="#999999", linewidth=1)
-    right.set(title="Before any training at that length", xlabel="n, the keys that a query sees",
+    right.set(title="Before adaptation", xlabel="n, the keys that a query sees",
               ylabel="entropy of attention (nats)")
-    for ax, ticks, columns in ((left, sizes, 2), (right, [8, 16, 32, *sizes], 1)):
+    for ax, ticks in ((left, sizes), (right, [8, 16, 32, *sizes])):
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks, ticks)
-        ax.legend(fontsize=10, ncols=columns, loc="upper left", columnspacing=1)
-    low, high = left.get_ylim()
-    left.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=11)
 
 
 if __name__ == "__main__":

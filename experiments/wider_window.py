@@ -155,7 +155,7 @@ def draw(result: common.Result, fig: Any) -> None:
             left.plot([name] * len(arm), arm, "o", color=color, markersize=3)
     left.axhline(fmean(of_share(result, None)["all"]), color="#333333", linestyle="--",
                  linewidth=1, label=f"not widened, read at {T}")
-    left.set_xlabel(f"share of the tokens in windows of {WIDE}")
+    left.set_xlabel(f"share of the tokens in windows of {WIDE} (not to scale)")
     left.set_ylabel("validation loss (nats a token)")
     left.legend(fontsize=10)
     for color, share in zip(COLORS[2:], shares[::-1], strict=False):

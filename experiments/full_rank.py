@@ -1,4 +1,4 @@
-"""Causal attention matrices are of full rank; bidirectional ones need not be.
+"""Claim: causal attention matrices are of full rank; bidirectional ones need not be.
 
 Source: https://kexue.fm/archives/9529. A causal attention matrix is lower triangular with a
 positive diagonal, so its determinant is positive. A bidirectional one is a softmax of scores whose
@@ -33,6 +33,7 @@ WIDTH, LAYERS, LENGTHS = 64, 2, (64, 256)
 KINDS = ("causal", "prefix", "full")
 # share of the largest singular value below which rounding hides one, with some margin
 TOLERANCES = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-2}
+ROUNDING = -15  # log10 of the share below which a computed singular value is rounding alone
 
 
 def after_prefix(batches: Batches) -> Batches:
@@ -104,7 +105,7 @@ def examine(model: MaskedGPT, kind: str, x: Tensor, exact: bool) -> dict[str, An
     if kind == "causal":  # the product of the diagonal, which no float could hold
         diagonal = s.log_softmax(-1).diagonal(dim1=1, dim2=2).sum(1) / math.log(10)
         found["log10_det"] = diagonal.mean().item()
-    if exact:  # two heads of each layer
+    if exact:  # two heads of each layer, on the first row
         chosen = s.unflatten(0, (LAYERS, -1))[:, :2].flatten(0, 1)
         signs, logs = zip(*(exact_log10_det(one) for one in chosen), strict=True)
         found |= {"exact_signs": signs, "exact_log10_det": statistics.fmean(logs)}
@@ -137,6 +138,7 @@ def grow(kind: str, d: int, seed: int, updates: int) -> dict[str, Any]:
 
 def measure(lab: Lab) -> common.Result:
     dims, seeds, updates = ((4,), (1,), 40) if lab.quick else ((4, 16, 32), (1, 2, 3), 400)
+    training.text()  # prepared once, not by every process
     jobs = [{"kind": kind, "d": d, "seed": seed, "updates": updates}
             for seed in seeds for d in dims for kind in KINDS]
     return {"dims": dims, "runs": lab.trials(grow, jobs)}
@@ -154,8 +156,10 @@ def table(result: common.Result) -> common.Rows:
         ranks = [common.spell([one["rank"][name] for one in found], 2) for name in TOLERANCES]
         dets = [one.get("exact_log10_det", one.get("log10_det")) for one in found]
         signs = [sign for one in found for sign in one.get("exact_signs", [])]
+        least = [one["log10_sigma"][-1] for one in found]
+        lost = statistics.fmean(least) < ROUNDING
         rows.append([kind, str(d), str(n), *ranks,
-                     common.spell([one["log10_sigma"][-1] for one in found], 1),
+                     f"< {ROUNDING}" if lost else common.spell(least, 1),
                      "" if None in dets else common.spell(dets, 0),
                      f"{signs.count(1)} of {len(signs)}" if signs else ""])
     return rows
@@ -177,7 +181,7 @@ def draw(result: common.Result, fig: Any) -> None:
         left.axhline(math.log10(tolerance), color="#888888", lw=0.8, ls=":")
         left.text(1.18, math.log10(tolerance) + 0.2, name, color="#666666", fontsize=10, ha="right")
     left.set(xlabel="i / n", ylabel="log10 of singular value i / the largest", title=f"n = {n}",
-             xlim=(-0.03, 1.19), xticks=(0, 0.25, 0.5, 0.75, 1))
+             xlim=(-0.03, 1.19), ylim=(ROUNDING, 0.5), xticks=(0, 0.25, 0.5, 0.75, 1))
     left.legend(fontsize=10)
     right.set(xlabel="head dimension d", ylabel="rank at tolerance 1e-6 (float32) / n",
               ylim=(0, 1.05), xticks=dims)

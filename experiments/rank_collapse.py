@@ -1,10 +1,9 @@
-"""Skip connections keep attention from making all positions alike.
+"""Claim: skip connections keep attention from making all positions alike.
 
 Source: arXiv 2103.03404. ||X - 1 x^T|| / ||X|| says how far the rows of X are from equal; attention
-alone should shrink it doubly exponentially with depth. Done here: this residual by layer in 12
-layers of attention alone, with the MLP, with the skip, and of whole blocks, before and after
-training; with full attention (the paper's; trained on hidden bytes) and causal (ours; trained on
-the next byte, also without the parts). In float64: the sum over paths; the cube of a residual.
+alone should shrink it doubly exponentially with depth. Done here: this residual layer by layer, of
+parts of the blocks and of whole ones, before and after training; full attention (the paper's)
+learns hidden bytes, causal attention the next one. And in float64: the sum over paths, the cube.
 
     python -m experiments.rank_collapse [--quick]
 """
@@ -49,8 +48,10 @@ class PartOfBlock(Block):
     skip = dense = norm = True
 
     def forward(self, x: Tensor, *see) -> Tensor:
-        x = self.skip * x + self.attn(self.ln_1(x) if self.norm else x, *see)
-        return self.skip * x + self.mlp(self.ln_2(x)) if self.dense else x
+        x = (x if self.skip else 0) + self.attn(self.ln_1(x) if self.norm else x, *see)
+        if self.dense:
+            x = (x if self.skip else 0) + self.mlp(self.ln_2(x))
+        return x
 
 
 def build(size: str, kind: str, seed: int) -> MaskedGPT:
@@ -58,7 +59,7 @@ def build(size: str, kind: str, seed: int) -> MaskedGPT:
     torch.manual_seed(seed)
     model = MaskedGPT(GPTConfig(VOCAB, T, L, H, C), std)
     model.mask = prefix_mask(T, T if kind == "full" else 0)
-    for block in model.h:
+    for block in model.h:  # same weights, other forward
         block.__class__, block.attn.__class__ = PartOfBlock, Attention
     return model
 
@@ -145,6 +146,7 @@ def grow(size: str, kind: str, part: str, seed: int, updates: int) -> dict[str, 
 
 
 def measure(lab: Lab) -> common.Result:
+    training.text()  # prepared once, not by every process
     wide, narrow = ("64 wide", "quick") if lab.quick else ("768 wide", "64 wide")
     seeds, updates = ((1,), 60) if lab.quick else ((1, 2, 3), 300)
     parts = ["attention alone", WHOLE] if lab.quick else PARTS
@@ -155,21 +157,20 @@ def measure(lab: Lab) -> common.Result:
             "runs": lab.trials(grow, jobs)}
 
 
-def of(result: common.Result, *which: str) -> list[dict]:
-    """The runs of this size, kind and part."""
+def of(result: common.Result, *which: str) -> list[dict]:  # runs of this size, kind and part
     return [run for run in result["runs"] if (run["size"], run["kind"], run["part"]) == which]
 
 
-def spell(values: list[float]) -> str:  # small ones by their geometric mean
-    return common.spell(values) if max(values) > 0.01 else f"{np.exp(np.log(values).mean()):.0e}"
+def spell(values: list[float]) -> str:  # small ones from least to largest: powers of ten differ
+    ends = dict.fromkeys(f"{v:.0e}" for v in (min(values), max(values)))
+    return common.spell(values) if max(values) > 0.01 else " to ".join(ends)
 
 
 def table(result: common.Result) -> common.Rows:
     rows = [["residual after layer 1 → 12", *KINDS, "bits per byte if trained so (causal)"]]
     for (size, when), part in product(result["states"], PARTS):
         curves = [[run[when][part] for run in of(result, size, kind, WHOLE)] for kind in KINDS]
-        cells = [" → ".join(spell([curve[i] for curve in seeds]) for i in (1, -1))
-                 for seeds in curves]
+        cells = [" → ".join(spell([c[i] for c in seeds]) for i in (1, -1)) for seeds in curves]
         bpb = [run["bpb"] for run in of(result, size, "causal", part) if when == "end"]
         rows.append([f"{size}, {when}: {part}", *cells, common.spell(bpb) if bpb else ""])
     trained = [of(result, result["states"][-1][0], kind, WHOLE) for kind in KINDS]
@@ -181,8 +182,8 @@ def table(result: common.Result) -> common.Rows:
 
 
 def draw(result: common.Result, fig: Any) -> None:
-    for ax, kind in zip(fig.subplots(1, 2), KINDS, strict=True):
-        for (size, when), line in zip(result["states"][::2], ("-", "--"), strict=True):
+    for ax, kind in zip(fig.subplots(1, 2, sharey=True), KINDS, strict=True):
+        for (size, when), line in zip(result["states"][1:], ("-", "--"), strict=True):
             for part, color in zip(PARTS, common.COLORS, strict=False):
                 for run in of(result, size, kind, WHOLE):
                     ax.plot(run[when][part], line, color=color, lw=1.2,

@@ -1,10 +1,9 @@
-"""The right attention scale is where the gradient through softmax is largest: 0.84 sqrt(log n).
+"""Claim: the right attention scale, 0.84 sqrt(log n), is where softmax has its largest gradient.
 
 Source: kexue.fm 9812. For p = softmax(alpha s) over n keys, half the 1-norm of the Jacobian dp / ds
-is alpha (1 - sum p_i^2). For scores of variance 1 the article puts sum p_i^2 = exp(alpha^2) / n,
-finds the maximum near alpha = 0.84 sqrt(log n), and advises to multiply scores by that, or by 2.5.
-Here the mean gradient is taken from draws, of normal scores and of q.k / sqrt(d); then models whose
-queries and keys start with variance 1 learn with scores times c or c sqrt(log n), n = position + 1.
+is alpha (1 - sum p_i^2). For scores of variance 1 the article puts sum p_i^2 = exp(alpha^2) / n and
+finds a maximum near alpha = 0.84 sqrt(log n). Here: the mean gradient of many draws; then models
+with queries and keys of variance 1 at the start, whose scores are times c or c sqrt(log n).
 
     python -m experiments.scale [--quick]
 """
@@ -92,8 +91,7 @@ class ScaledAttention(CausalSelfAttention):
         """Standard deviation of the scores that a query's softmax saw last, over sqrt(log n): mean
         over rows, heads and queries with at least 16 keys."""
         x, pos = self.seen  # (B, T, C), (T,)
-        q, k, _ = (a.unflatten(2, (self.n_head, -1)).transpose(1, 2)
-                   for a in self.c_attn(x).chunk(3, dim=2))
+        q, k, _ = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
         scores = (q * self.query_scale(pos) @ k.mT).double() / math.sqrt(q.size(-1))
         return fmean(scores[:, :, n - 1, :n].std(-1, correction=0).mean().item()
                      / math.sqrt(math.log(n)) for n in range(16, x.size(1) + 1))
@@ -135,16 +133,18 @@ def measure(lab: Lab) -> Result:
         seeds, numbers, size, cases = [1], 2**17, {"rows": 2, "updates": 30}, cases[:2]
         factors, search = [(0.125, 0.0), (1.0, 0.0), (16.0, 0.0)], []
     draws = [{"n": n, "d": d, "seeds": seeds, "numbers": numbers} for n, d in cases]
-    runs = [(*factor, seed, 1.0) for factor in factors for seed in seeds] + search
-    jobs = [dict(zip(("c", "power", "seed", "rate"), run, strict=True)) | size for run in runs]
-    roots = torch.arange(1.0, CONTEXT + 1).log().sqrt()
-    return {"cases": lab.trials(curve, draws), "runs": lab.trials(trial, jobs),
-            "alphas": ALPHAS, "updates": size["updates"], "mean_root": roots.mean().item()}
+    runs = [(*factor, seed, 1.0) for factor in factors for seed in seeds]
+    jobs = [{"c": c, "power": p, "seed": s, "rate": r} | size for c, p, s, r in runs + search]
+    text()  # prepared once, not by every process
+    cases, done = lab.trials(curve, draws), lab.trials(trial, jobs)
+    return {"cases": cases, "runs": done[: len(runs)], "search": done[len(runs):],
+            "alphas": ALPHAS, "updates": size["updates"],
+            "mean_root": torch.arange(1.0, CONTEXT + 1).log().sqrt().mean().item()}
 
 
-def of_power(result: Result, power: float) -> dict[float, list[dict[str, Any]]]:
-    """c -> its runs, one a seed; without those of the other rates, which have seed 9."""
-    runs = [run for run in result["runs"] if run["power"] == power and run["seed"] != 9]
+def of(result: Result, power: float) -> dict[float, list[dict[str, Any]]]:
+    """c -> its runs with this power of log(n), one a seed."""
+    runs = [run for run in result["runs"] if run["power"] == power]
     return {c: [run for run in runs if run["c"] == c] for c in dict.fromkeys(r["c"] for r in runs)}
 
 
@@ -155,10 +155,10 @@ def table(result: Result) -> list[list[str]]:
         drawn = f", q and k of {case['d']}" if case["d"] else ""
         rows.append([f"gradient at 0.84 √(log n), n = {case['n']}{drawn}",
                      f"{share} % of its limit",
-                     f"half of the queries past their own: {spell(case['half'], 1)}", ""])
-    one = [run["loss"] for run in of_power(result, 0.0)[1.0]]
+                     f"half of the queries past theirs: {spell(case['half'], 1)} (9 % grid)", ""])
+    one = [run["loss"] for run in of(result, 0.0)[1.0]]
     for power, root in ((0.0, ""), (0.5, " √(log n)")):
-        for c, runs in of_power(result, power).items():
+        for c, runs in of(result, power).items():
             losses = [run["loss"] for run in runs]
             spread = " → ".join(", ".join(f"{fmean(layer):.2f}" for layer in zip(
                 *(run[when] for run in runs), strict=True)) for when in ("start", "end"))
@@ -180,7 +180,7 @@ def draw(result: Result, fig: Any) -> None:
     left.set(xlabel="α, factor of scores of variance 1", ylabel="mean gradient α (1 - Σ p²)",
              title="Dots: 0.84 √(log n); dashed: formula")
     for power, color, label in ((0.0, COLORS[0], "times c"), (0.5, COLORS[1], "times c √(log n)")):
-        groups = of_power(result, power)
+        groups = of(result, power)
         xs = [c * (result["mean_root"] if power else 1.0) for c in groups]
         losses = [[run["loss"] for run in runs] for runs in groups.values()]
         right.plot(xs, list(map(fmean, losses)), color=color, label=label)

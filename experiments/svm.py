@@ -1,11 +1,10 @@
-"""Attention that is trained by gradient descent becomes a support vector machine.
+"""Claim: attention that is trained by gradient descent becomes a support vector machine.
 
-Source: Tarzanagh, Li, Thrampoulidis, Oymak, arXiv 2308.16898, and their code umich-sota/TF-as-SVM.
-A sample is T tokens x_t, a query z and a label y; attention answers v . sum_t p_t x_t, where p is
-softmax(x_t^T W z), and only W learns. It grows for ever, but its direction comes to rest: at the
-smallest W with (x_s - x_t)^T W z >= 1 for all samples and t, x_s being the token that the softmax
-has selected; smallest in Frobenius' norm where W is trained, in the nuclear norm (the sum of
-singular values) where K and Q of W = K Q^T are. Each step has length 0.1, as in the paper.
+Source: arXiv 2308.16898, and its code umich-sota/TF-as-SVM. A sample is T tokens x_t, a query z and
+a label y; attention answers v . sum_t p_t x_t, where p is softmax(x_t^T W z), and only W learns. It
+grows for ever, but its direction comes to rest: at the smallest W with (x_s - x_t)^T W z >= 1 for
+all samples and t, x_s being the token that softmax has selected; smallest in Frobenius' norm where
+W is trained, in the nuclear norm (sum of singular values) where K and Q of W = K Q^T are.
 
     python -m experiments.svm [--quick]
 """
@@ -27,11 +26,12 @@ from experiments.lab import Lab, tick
 from kit.errors import UserError
 from model import CausalSelfAttention, GPTConfig
 
-N, T, D, RATE = 6, 8, 10, 0.1  # samples, tokens of each, width, length of a step
+N, T, D, RATE = 6, 8, 10, 0.1  # samples, tokens of each, width, length of a step: the paper's
 STEPS = (0, 10, 20, 30, 50, 70, 100, 140, 200, 300, 500, 700, 1000, 1400, 2000)
-# Means of 100 problems, W trained, as the figure in the authors' local_converge.ipynb shows them
-PAPER = {"frobenius": {200: "0.88", 500: "0.97", 1000: "0.99"},
-         "nuclear": {200: "0.80", 500: "0.86", 1000: "0.86"}}
+WAYS = {"w": ("W", "frobenius", "nuclear"),  # name, norm that theory expects, the other norm
+        "kq": ("K Qᵀ", "nuclear", "frobenius"), "paper": ("K Qᵀ + penalty", "nuclear", "frobenius"),
+        "model": ("K Qᵀ of CausalSelfAttention", "nuclear", "frobenius")}
+PAPER = {200: "0.88", 500: "0.97", 1000: "0.99"}  # means of W in the authors' local_converge.ipynb
 
 
 class Problem(NamedTuple):
@@ -118,7 +118,6 @@ def constraints(p: Problem, chosen: Tensor) -> np.ndarray:
 def solve(A: np.ndarray, norm: str) -> np.ndarray:
     """The W (D, D) of least norm, "frobenius" or "nuclear", with A @ flat W >= 1."""
     import cvxpy as cp  # slow to import
-
     W = cp.Variable((D, D))
     size = cp.normNuc(W) if norm == "nuclear" else cp.sum_squares(W)
     cp.Problem(cp.Minimize(size), [A @ cp.vec(W, order="C") >= 1]).solve(solver=cp.CLARABEL)
@@ -132,7 +131,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 def compare(p: Problem, path: list[Tensor], norm: str) -> dict[str, Any]:
     """A path beside the solutions for the tokens selected at its end; norm: what theory expects."""
     chosen, best = p.scores(path[-1]).argmax(-1), p.worth().argmax(-1)
-    solutions = {name: solve(constraints(p, chosen), name) for name in PAPER}
+    solutions = {name: solve(constraints(p, chosen), name) for name in ("frobenius", "nuclear")}
     shares = [p.scores(W).softmax(-1).gather(1, chosen[:, None]).mean().item() for W in path]
     return {**{name: [correlation(W.numpy(), S) for W in path] for name, S in solutions.items()},
             "probability": [round(share, 5) for share in shares],
@@ -166,34 +165,35 @@ def measure(lab: Lab) -> common.Result:
 
 def table(result: common.Result) -> common.Rows:
     at = {step: i for i, step in enumerate(result["steps"]) if step in (200, 500, 1000, 2000)}
-    rows = [["trained: compared with, median (quartiles)", *(f"{step} steps" for step in at)]]
-    for way, name in (("w", "W"), ("kq", "K Qᵀ"), ("paper", "K Qᵀ with a penalty"),
-                      ("model", "K Qᵀ of `CausalSelfAttention`")):
-        for norm, theirs in PAPER.items():
-            values = np.array([q[way][norm] for q in result["problems"]])[:, list(at.values())]
-            rows.append([f"{name}: {norm.title()}", *("{:.3f} ({:.3f} to {:.3f})".format(*points)
-                         for points in np.percentile(values, (50, 25, 75), axis=0).T)])
-            if way == "w":
-                rows.append(["mean / the authors' mean", *(f"{mean:.3f} / {theirs.get(step, '-')}"
-                             for step, mean in zip(at, values.mean(0), strict=True))])
+    rows = [["correlation with a solution: median (quartiles)", *(f"{step} steps" for step in at)]]
+    for way, (name, *norms) in WAYS.items():
+        own, other = ([[problem[way][norm][i] for problem in result["problems"]]
+                       for i in at.values()] for norm in norms)  # by step and problem
+        rows.append([f"{name}: {norms[0].title()}", *("{:.3f} ({:.3f} to {:.3f})".format(*points)
+                     for points in np.percentile(own, (50, 25, 75), axis=1).T)])
+        if way == "w":
+            rows.append(["mean / the authors' mean", *(f"{mean:.3f} / {PAPER.get(step, '-')}"
+                         for step, mean in zip(at, np.mean(own, axis=1), strict=True))])
+        rows.append([f"more than with {norms[1].title()}: problems, mean difference", *(
+            f"{np.greater(a, b).sum()} of {len(a)}, {common.spell_difference(a, b)}"
+            for a, b in zip(own, other, strict=True))])
     return rows
 
 
 def draw(result: common.Result, fig: Any) -> None:
-    a, b = fig.subplots(1, 2)
-    a.set(ylabel="correlation with the solution", ylim=(0.2, 1.02))
-    b.set(ylabel="probability of the selected token", ylim=(0, 1.02))
-    for ax, way, what, color, label in (
-            (a, "w", "frobenius", 0, "W, Frobenius"), (a, "kq", "nuclear", 1, "K Qᵀ, nuclear"),
-            (a, "kq", "frobenius", 2, "K Qᵀ, Frobenius"),
-            (a, "model", "nuclear", 3, "head of model.py, nuclear"),
-            (b, "w", "probability", 0, "W"), (b, "kq", "probability", 1, "K Qᵀ"),
-            (b, "model", "probability", 3, "head of model.py")):
-        low, mid, high = np.percentile([q[way][what] for q in result["problems"]], (25, 50, 75), 0)
-        ax.plot(result["steps"], mid, color=common.COLORS[color], label=label)
-        ax.fill_between(result["steps"], low, high, color=common.COLORS[color], alpha=0.15, lw=0)
-        ax.set(xscale="log", xlim=(result["steps"][1], None), xlabel="steps of gradient descent")
-        ax.legend(loc="lower right")
+    (left, right), steps = fig.subplots(1, 2), result["steps"]
+    for way, color in zip(("w", "kq", "model"), common.COLORS, strict=False):
+        name, own, other = WAYS[way]
+        for ax, what, line in ((left, own, "-"), (left, other, "--"), (right, "probability", "-")):
+            shown = [problem[way][what] for problem in result["problems"]]
+            low, mid, high = np.percentile(shown, (25, 50, 75), axis=0)
+            ax.plot(steps, mid, line, color=color, label=name + f": {what.title()}" * (ax is left))
+            ax.fill_between(steps, low, high, color=color, alpha=0.15 * (line == "-"), lw=0)
+    left.set(ylabel="correlation with the solution", ylim=(0.1, 1.02))
+    right.set(ylabel="probability of the selected token", ylim=(0, 1.02))
+    for ax in (left, right):
+        ax.set(xscale="log", xlim=(steps[1], None), xlabel="steps of gradient descent")
+        ax.legend(loc="lower right", fontsize=10)
 
 
 if __name__ == "__main__":

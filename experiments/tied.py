@@ -1,4 +1,4 @@
-"""Tied embeddings break at the start when they are large; the loss before training shows it.
+"""Claim: large tied embeddings are a bad start, and the loss before training shows it.
 
 Source: kexue.fm 9698. At the start a GPT is little more than its embedding followed by its head. If
 the two are one matrix, the present token's own row is in the hidden state, its own logit is large,
@@ -118,9 +118,9 @@ def measure(lab: Lab) -> Result:
     search = [] if lab.quick else [
         {"kind": kind, "std": std, "seed": 9, "rate": rate}
         for kind in KINDS[:2] for std in (0.02, 0.2, 1.0) for rate in RATES]
+    data = Dataset(text(tokenizer))  # prepared once, not by every process
     done = lab.trials(trial, [job | size for job in jobs + search])
     runs = [job | result for job, result in zip(jobs + search, done, strict=True)]
-    data = Dataset(text(tokenizer))
     pairs = list(eval_batches(data.val, CONTEXT, 64, size["tokens"] // (64 * CONTEXT)))
     repeats = float(sum((x == y).sum() for x, y in pairs) / sum((y >= 0).sum() for _, y in pairs))
     grid = sorted({*stds, *(0.004 * 1.35**i for i in range(20))})
@@ -131,32 +131,34 @@ def measure(lab: Lab) -> Result:
             "grid": grid, "predicted": predicted}
 
 
-def values(runs: list[dict[str, Any]], what: str, kind: str, std: float) -> list[float]:
-    """One number of all seeds."""
-    return [run[what] for run in runs if (run["kind"], run["std"]) == (kind, std)]
+def of(result: Result, kind: str, std: float, what: str = "end") -> list[float]:
+    """One number of all runs of this kind and deviation, by seed."""
+    return [run[what] for run in result["runs"] if (run["kind"], run["std"]) == (kind, std)]
 
 
 def table(result: Result) -> list[list[str]]:
-    runs, after = result["runs"], f"after {result['updates']} updates"
+    after = f"after {result['updates']} updates"
     rows = [["std of embeddings", "tied, step 0 (predicted)", "untied, step 0 (predicted)",
-             f"tied, {after}", f"untied, {after}", f"exchanged, {after}", "tied - untied"]]
+             f"tied, {after}", f"untied, {after}", f"exchanged, {after}",
+             "tied - untied", "tied - exchanged"]]
     for std in result["stds"]:
         at = result["grid"].index(std)
-        starts = [f"{spell(values(runs, 'start', kind, std), 2)} "
+        starts = [f"{spell(of(result, kind, std, 'start'), 2)} "
                   f"({result['predicted'][kind][at]:.2f})" for kind in KINDS[:2]]
-        ends = {kind: values(runs, "end", kind, std) for kind in KINDS}
+        ends = {kind: of(result, kind, std) for kind in KINDS}
         rows.append([f"{std:.3g}", *starts, *(spell(e) if e else "" for e in ends.values()),
-                     spell_difference(ends["tied"], ends["untied"])])
-    sizes = [f"{next(r['parameters'] for r in runs if r['kind'] == kind):,}" for kind in KINDS]
-    return [*rows, ["parameters", "", "", *sizes, ""]]
+                     *(spell_difference(ends["tied"], ends[other]) if ends[other] else ""
+                       for other in KINDS[1:])])
+    sizes = [f"{of(result, kind, result['stds'][-1], 'parameters')[0]:,}" for kind in KINDS]
+    return [*rows, ["parameters", "", "", *sizes, "", ""]]
 
 
 def draw(result: Result, fig: Any) -> None:
     before, after = fig.subplots(1, 2)
-    runs, entropy = result["runs"], math.log(result["vocab_size"])
+    entropy = math.log(result["vocab_size"])
     for kind, color in zip(KINDS, COLORS, strict=False):
-        stds = [std for std in result["stds"] if values(runs, "end", kind, std)]
-        means = {what: [fmean(values(runs, what, kind, std)) for std in stds]
+        stds = [std for std in result["stds"] if of(result, kind, std)]
+        means = {what: [fmean(of(result, kind, std, what)) for std in stds]
                  for what in ("start", "end")}
         before.plot(stds, means["start"], "x" if kind == "exchanged" else "o", color=color,
                     label=kind)
@@ -164,7 +166,7 @@ def draw(result: Result, fig: Any) -> None:
             before.plot(result["grid"], result["predicted"][kind], color=color, lw=1)
         after.plot(stds, means["end"], color=color, label=kind)
         for std in stds:
-            ends = values(runs, "end", kind, std)
+            ends = of(result, kind, std)
             after.plot([std] * len(ends), ends, ".", color=color)
     before.axhline(entropy, color=COLORS[-1], lw=1, ls=":")
     before.text(1.2, entropy * 1.02, "ln V", ha="right", va="bottom")

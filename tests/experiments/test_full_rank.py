@@ -102,6 +102,19 @@ def test_examine():
     assert len(causal["log10_sigma"]) == 64 and sorted(causal["log10_sigma"])[-1] <= 0
 
 
+def test_table_gives_no_digits_of_rounding():
+    def state(least):
+        return {"rank": dict.fromkeys(f.TOLERANCES, 0.5), "log10_sigma": [-1.0, least]}
+
+    runs = [{"kind": kind, "d": 4, "seed": seed,
+             "end": {"64": {**state(-6.0 - seed), "exact_signs": [1, -1], "exact_log10_det": -90.0},
+                     "256": state(-17.0)}} for kind in f.KINDS for seed in (1, 2, 3)]
+    heads, *rows = f.table({"dims": [4], "runs": runs})
+    assert [row[heads.index("log10 smallest / largest")] for row in rows] == (
+        ["-8.0 ± 1.0"] * 3 + ["< -15"] * 3)
+    assert rows[0][-2:] == ["-90 ± 0", "3 of 6"] and rows[3][-2:] == ["", ""]
+
+
 @pytest.mark.slow
 def test_quick_form(quick):
     result = quick("full_rank")

@@ -182,6 +182,19 @@ def test_compare_knows_the_solution_itself():
     assert found["probability"][0] < 0.2 and found["probability"][1] > 0.999
 
 
+def test_table_says_which_solution_is_nearer():
+    def way(own, other, norms):
+        return dict(zip(norms, ([0.1, own], [0.1, other]), strict=True))
+
+    problems = [{key: way(own, 0.8, norms) for key, (_, *norms) in svm.WAYS.items()}
+                for own in (0.7, 0.9, 1.0)]
+    heads, first, authors, *rows = svm.table({"steps": [0, 500], "problems": problems})
+    assert heads[1:] == ["500 steps"] and first == ["W: Frobenius", "0.900 (0.800 to 0.950)"]
+    assert authors[1] == "0.867 / 0.97" and len(rows) == 7
+    assert {row[1] for row in rows[::2]} == {"2 of 3, +0.067 (± 0.379)"}  # 4.303 sd / sqrt(3)
+    assert rows[0][0].startswith("more than with Nuclear") and rows[1][0] == "K Qᵀ: Nuclear"
+
+
 def test_without_the_library_it_is_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install -r experiments/requirements.txt"):

@@ -100,6 +100,7 @@ def test_table_has_every_scale_and_the_parameters():
     assert [row[0] for row in rows[1:]] == ["0.02", "1", "parameters"]
     assert rows[2][1:3] == ["9.00 ± 0.00 (99.00)", "9.00 ± 0.00 (33.00)"]
     assert rows[1][5] == "" and rows[2][5] == "4.200 ± 0.100"
+    assert rows[1][6:] == ["+0.000 (± 0.000)", ""] and rows[2][7] == "+0.000 (± 0.000)"
     assert to_text(rows).count("1,234") == 3
 
 

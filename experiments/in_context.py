@@ -1,14 +1,14 @@
-"""Learning from the context appears at one time in training, and takes two layers.
+"""Claim: learning from the context appears at one time in training, and takes two layers.
 
-Source: Elhage et al. 2021 (transformer-circuits.pub/2021/framework) and Olsson et al. 2022 (arXiv
-2209.11895): an induction head finds what followed the present token before and predicts it again.
+Source: Elhage et al. 2021 (transformer-circuits.pub/2021/framework), Olsson et al. 2022 (arXiv
+2209.11895). An induction head finds what followed the present token before and predicts it again.
 It needs a head of an earlier layer that tells each position which token was before it.
 
 Models of 1, 2 and 4 layers learn windows of Python's standard library ("text"), or batches of which
 three quarters are random letters repeated with a period of their own, each window anew ("mixed").
-During training: the loss on the first and on the second occurrence of random sequences. In the end:
+During training: the loss on the first and the second occurrence of random sequences. In the end:
 how much a head looks where an induction head would, and few-shot accuracy on pairs of a key (a-z)
-and its value (A-Z), a mapping of its own for each sequence. No model has seen such pairs.
+and its value (A-Z), another mapping in each sequence. No model has seen such pairs.
 
     python -m experiments.in_context [--quick]
 """
@@ -36,6 +36,7 @@ PERIODS = 8, 32  # shortest and longest of the repeated sequences that are learn
 REPEATED = 24  # distinct letters of the sequences that models are measured on
 KEYS = 8  # of a mapping
 SHOTS = T // 2 - 1
+UPDATES = {"mixed": 500, "text": 1000}  # the quick form breaks off before
 FALLEN = 2.0  # nats: any of the 24 letters of the first occurrence would be ln 24 = 3.2
 
 
@@ -64,7 +65,7 @@ def mappings(rng: Generator, rows: int) -> np.ndarray:
 
 
 def mixed(text_windows: Batches, rows: int, seed: int) -> Batches:
-    """Text windows, and below them as many rows of repeated letters."""
+    """Text windows, and below them `rows` rows of repeated letters."""
     def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
         x, y = text_windows(step)
         letters = repeats(default_rng([seed, step]), rows, T + 1)
@@ -100,7 +101,7 @@ def induction(model: GPT, sequences: Tensor) -> float:
     model.hidden(sequences)
     for hook in hooks:
         hook.remove()
-    best = 0.0
+    most = 0.0
     for block, x in zip(model.h, inputs, strict=True):
         q, k, _ = (a.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2)
                    for a in block.attn.c_attn(x).chunk(3, dim=-1))  # (B, H, T, D)
@@ -108,14 +109,13 @@ def induction(model: GPT, sequences: Tensor) -> float:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         after = weights.diagonal(1 - REPEATED, -2, -1)  # query i, key i - REPEATED + 1
-        best = max(best, after[..., 1:].mean((0, 2)).max().item())  # from the second occurrence on
-    return best
+        most = max(most, after[..., 1:].mean((0, 2)).max().item())  # from the second occurrence on
+    return most
 
 
 def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[str, Any]:
-    """Train one model, measured `points` times on the way."""
-    data = Dataset(text("byte"))
-    texts = ROWS if kind == "text" else ROWS // 4
+    """Train one model, measured `points` times; rates are those of a training of UPDATES."""
+    data, texts = Dataset(text("byte")), ROWS if kind == "text" else ROWS // 4
     batches = windows(data, texts, T, seed)
     if kind == "mixed":
         batches = mixed(batches, ROWS - texts, seed)
@@ -123,13 +123,14 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
     pairs = torch.from_numpy(mappings(default_rng(2**32 + 1), 256))
     torch.manual_seed(seed)
     model = GPT(GPTConfig(data.vocab_size, T, n_layer=layers, n_head=2, n_embd=64), init_std=0.05)
+    recipe = Recipe(updates, lr_decay_iters=UPDATES[kind])
     losses, every = [], updates // points
 
     def each(step: int) -> None:
         if step % every == 0:
             losses.append(occurrences(model, sequences))
 
-    train(model, batches, Recipe(updates), each=each)
+    train(model, batches, recipe, each=each)
     first, second = map(list, zip(*losses, strict=True))
     return {"first": first, "second": second, "every": every, "accuracy": accuracy(model, pairs),
             "induction": induction(model, sequences)}
@@ -137,20 +138,19 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
 
 def measure(lab: Lab) -> dict[str, Any]:
     text("byte")  # prepared once, not by every process
-    plan = ([("mixed", (1, 2), 1, 270, 9)] if lab.quick else  # data, layers, seeds, updates, points
-            [("mixed", (1, 2, 4), 5, 500, 25), ("text", (1, 2, 4), 3, 1000, 25)])
+    plan = ([("mixed", (1, 2), 1, 240, 6)] if lab.quick else  # data, layers, seeds, updates, points
+            [(kind, (1, 2, 4), n, UPDATES[kind], 25) for kind, n in (("mixed", 5), ("text", 3))])
     jobs = [{"kind": kind, "layers": n, "seed": seed, "updates": updates, "points": points}
             for kind, depths, seeds, updates, points in plan
             for n in depths for seed in range(1, seeds + 1)]
     result: dict[str, Any] = {}
     for job, made in zip(jobs, lab.trials(learn, jobs), strict=True):
-        depths = result.setdefault(job["kind"], {})
-        depths.setdefault(str(job["layers"]), []).append(made)
+        result.setdefault(job["kind"], {}).setdefault(str(job["layers"]), []).append(made)
     return result
 
 
-def best(shots: int) -> float:
-    """Accuracy of one that remembers all pairs and guesses among 26 where the key is new."""
+def remembering(shots: int) -> float:
+    """Accuracy of one that remembers all pairs and guesses among all 26 where the key is new."""
     return 1 - (1 - 1 / KEYS) ** shots * 25 / 26
 
 
@@ -189,8 +189,8 @@ def draw(result: dict[str, Any], fig: Any) -> None:
             right.plot(np.mean([run["accuracy"] for run in runs], axis=0), style, color=color)
     left.set(xlabel="updates", ylabel="loss on the second occurrence, nats", ylim=(0, None))
     left.legend(loc="center right")
-    right.plot([best(k) for k in range(SHOTS + 1)], color="0.6", lw=5, alpha=0.5, zorder=0,
-               label="best possible")
+    known = [remembering(k) for k in range(SHOTS + 1)]
+    right.plot(known, color="0.6", lw=5, alpha=0.5, zorder=0, label="remembers all pairs")
     right.axhline(1 / KEYS, color="0.4", ls="--", lw=1, label="a value shown, at random")
     right.set(xlabel="pairs before the question (shots)", ylabel="accuracy", ylim=(0, 1))
     right.legend()

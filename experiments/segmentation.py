@@ -1,9 +1,8 @@
-"""Random segmentation helps a model of little text: BPE dropout against the usual dropout.
+"""Claim: random segmentation helps a model of little text (BPE dropout, against usual dropout).
 
-Subword regularisation (Kudo, arXiv 1804.10959; kexue.fm 9768) trains on another segmentation of the
-text each time. BPE dropout (Provilkov et al., arXiv 1910.13267) leaves out each possible merge with
-probability p, drawn anew at every step. Here a small model reads little text, segmented anew each
-epoch, by a short schedule and by one twice as long, and is measured on the standard segmentation.
+Subword regularisation (Kudo, arXiv 1804.10959; kexue.fm 9768) reads another segmentation each time.
+BPE dropout (Provilkov et al., arXiv 1910.13267) leaves out each possible merge with probability p.
+A small model reads little text, cut anew each epoch, and is tested on the standard segmentation.
 
     python -m experiments.segmentation [--quick]
 """
@@ -136,9 +135,9 @@ def learn(model: GPT, data: Dataset, batches: Iterator, n: int, every: int, shar
 
 
 def price(p: float, n_bytes: int, times: int, seed: int) -> float:
-    """Bits per byte that the standard segmentation costs among random ones: -log2 of its odds.
+    """Bits per byte that the standard segmentation costs a model that knows random ones perfectly.
 
-    A model that knows random segmentation perfectly pays that; the odds are those of each word.
+    -log2 of its odds, counted word by word; half a hit in `times` at least, so a lower bound.
     """
     data, rng = Dataset(training.text("bpe:1024")), np.random.default_rng(seed)
     segmenter = Segmenter(data.tokenizer)
@@ -152,42 +151,43 @@ def price(p: float, n_bytes: int, times: int, seed: int) -> float:
 
 
 def measure(lab: Lab) -> Result:
+    training.text("bpe:1024")  # prepared once, not by every process
     names, seeds = (["none", "p = 0.1"], [1, 2]) if lab.quick else (list(ARMS), [1, 2, 3])
     size = (dict(n_bytes=10_000, n_embd=64, lengths=[15, 45], every=15) if lab.quick else
             dict(n_bytes=200_000, n_embd=128, lengths=[150, 300], every=30))
-    runs = iter(lab.trials(trial, [ARMS[name] | size | {"seed": seed}
-                                   for name in names for seed in seeds]))
-    text = dict(n_bytes=5_000, times=20) if lab.quick else dict(n_bytes=40_000, times=200)
+    jobs = [ARMS[name] | size | {"seed": seed} for name in names for seed in seeds]
+    runs = iter(lab.trials(trial, jobs))
+    odds = dict(seed=0, n_bytes=5_000 if lab.quick else 40_000, times=20 if lab.quick else 200)
     random = sorted({ARMS[name]["p"] for name in names} - {0.0})
-    prices = lab.trials(price, [dict(p=p, seed=0, **text) for p in random])
+    prices = lab.trials(price, [dict(p=p, **odds) for p in random])
     return {"seeds": seeds, "size": size, "price": dict(zip(map(str, random), prices, strict=True)),
             "runs": {name: list(islice(runs, len(seeds))) for name in names}}
 
 
-def best_and_end(runs: list[Result]) -> tuple[list[float], list[float]]:
-    """Bits per byte of each seed: the best point of all, and the end of the long schedule."""
+def lowest_and_end(runs: list[Result]) -> tuple[list[float], list[float]]:
+    """Bits per byte of each seed: the lowest point of all, and the end of the long schedule."""
     curves = [list(run["bpb"].values()) for run in runs]
     return [min(map(min, of_seed)) for of_seed in curves], [of_seed[-1][-1] for of_seed in curves]
 
 
 def table(result: Result) -> Rows:
-    lines = [["arm", "tokens/byte", "price", "best, bits/byte", "end", "best - none", "end - none"]]
-    none = best_and_end(result["runs"]["none"])
+    rows = [["", "tokens/byte", "bits/byte: price", "lowest", "end", "lowest - none", "end - none"]]
+    none = lowest_and_end(result["runs"]["none"])
     for name, runs in result["runs"].items():
-        here, cost = best_and_end(runs), result["price"].get(str(ARMS[name]["p"]), 0.0)
+        here, cost = lowest_and_end(runs), result["price"].get(str(ARMS[name]["p"]), 0.0)
         tokens = np.mean([run["tokens_per_byte"] for run in runs])
-        lines.append([name, f"{tokens:.3f}", f"{cost:.3f}", *map(spell, here),
-                      *(["", ""] if name == "none" else map(spell_difference, here, none))])
-    return lines
+        rows.append([name, f"{tokens:.3f}", f"{cost:.3f}", *map(spell, here),
+                     *(["", ""] if name == "none" else map(spell_difference, here, none))])
+    return rows
 
 
 def draw(result: Result, fig) -> None:
     runs, lengths = result["runs"], list(result["runs"]["none"][0]["bpb"])
     axes = fig.subplots(1, len(lengths), sharey=True)
-    axes[0].set_ylabel("validation, bits per byte")
+    axes[0].set_ylabel("bits per byte, seeds shifted to one mean")
     for ax, n in zip(axes, lengths, strict=True):
         curves = np.array([[run["bpb"][n] for run in of_arm] for of_arm in runs.values()])
-        curves -= curves.mean((0, 2), keepdims=True) - curves.mean()  # each seed has its own text
+        curves -= curves.mean((0, 2), keepdims=True) - curves.mean()  # their texts differ
         updates = result["size"]["every"] * np.arange(1, curves.shape[2] + 1)
         for name, seeds, color in zip(runs, curves, COLORS, strict=False):
             ax.plot(updates, seeds.mean(0), color=color, label=name)

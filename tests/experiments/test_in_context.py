@@ -57,14 +57,14 @@ def test_a_perfect_induction_head_reads_the_second_occurrence():
     assert first == pytest.approx(np.log(256), abs=1e-3) and second < 1e-3
 
 
-def test_a_perfect_induction_head_is_as_good_as_can_be():
+def test_a_perfect_induction_head_remembers_all_pairs():
     pairs = torch.from_numpy(in_context.mappings(default_rng(0), 4000))
     right = in_context.accuracy(Looker(), pairs)
     assert len(right) == SHOTS + 1 and right[0] == 0
-    for k, share in enumerate(right):  # it does not guess
+    for k, share in enumerate(right):  # it does not guess a new key's value
         assert share == pytest.approx(1 - (1 - 1 / KEYS) ** k, abs=0.04)
-        assert share <= in_context.best(k) + 0.04
-    assert in_context.best(0) == pytest.approx(1 / 26)
+        assert share <= in_context.remembering(k) + 0.04
+    assert in_context.remembering(0) == pytest.approx(1 / 26)
 
 
 def test_look_of_heads_made_by_hand():

@@ -34,8 +34,8 @@ def block(name: str, record: dict[str, Any]) -> str:
 def rebuilt(page: str, blocks: dict[str, str]) -> str:
     """The page with these blocks; UserError if it has no place for one."""
     for name, text in blocks.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
-        page, n = place.subn(lambda m, text=text: m[1] + text + m[2], page)
+        place = re.compile(rf"(<!-- {name} -->\n)(?:.*?\n)?(<!-- /{name} -->)", re.DOTALL)
+        page, n = place.subn(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page)
         if n != 1:
             raise errors.UserError(f"{PAGE} has {n} places for {name}, expected one: "
                                    f"<!-- {name} --> and <!-- /{name} --> on lines of their own")

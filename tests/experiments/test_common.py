@@ -180,8 +180,9 @@ def test_the_page_has_a_section_and_a_figure_for_each_and_results_are_whole():
 def test_a_page_without_a_place_is_refused():
     with pytest.raises(UserError, match="0 places for tied"):
         pages.rebuilt("no place", {"tied": "table"})
-    assert pages.rebuilt("<!-- a -->\nold\n<!-- /a -->", {"a": r"\1 new"}) == (
-        "<!-- a -->\n\\1 new\n<!-- /a -->")
+    for old in ("", "old\n", "old\nand older\n"):
+        assert pages.rebuilt(f"<!-- a -->\n{old}<!-- /a -->", {"a": r"\1 new"}) == (
+            "<!-- a -->\n\\1 new\n<!-- /a -->")
 
 
 @pytest.mark.slow

@@ -642,7 +642,7 @@ def test_saving_is_a_snapshot_that_training_does_not_wait_for(run, tmp_path, mon
     monkeypatch.setattr(checkpoint, "save", slow)
     monkeypatch.setattr(train.Trainer, "update", update)
     code, path = run("--keep=9", "--optimizer=muon", "--max_iters=25", out="slow")
-    assert code == 0 and late[:2] == [3, 3] and len(late) == 3
+    assert code == 0 and min(late[:2]) >= 3 and len(late) == 3
     for folder in checkpoint.newest_first(whole):
         n = checkpoint.step_of(folder)
         assert weights(whole, n) == weights(path, n)

@@ -6,11 +6,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from kit.errors import UserError
 
 _done: Any = None  # in a process of trials: jobs done by all of them, shared with the parent
 _share = 0.0  # of its present job that it has told
@@ -31,10 +34,14 @@ class Lab:
         context = multiprocessing.get_context("spawn")
         done = context.Value("d", 0.0)
         pool = ProcessPoolExecutor(self.workers, context, _begin, (done,))
-        with pool, _one_thread(), _all_or_none():
-            futures = [pool.submit(_run, trial, job) for job in jobs]
-            _watch(futures, done)
-            return [future.result() for future in futures]
+        try:
+            with pool, _one_thread(), _all_or_none():
+                futures = [pool.submit(_run, trial, job) for job in jobs]
+                _watch(futures, done)
+                return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise UserError("a process of trials was killed, perhaps for want of memory; "
+                            "--workers=1 takes less") from None
 
 
 def tick(share: float) -> None:

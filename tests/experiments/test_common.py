@@ -67,7 +67,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "Ctrl-C"])
+@pytest.mark.parametrize("number", [
+    signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "Ctrl-C", "out of memory"])
 def test_no_process_outlives_the_command(tmp_path, number):
     """Ctrl-C goes to all processes of a terminal, and only one of them speaks."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
@@ -79,10 +80,13 @@ def test_no_process_outlives_the_command(tmp_path, number):
     wait(lambda: file.exists() and file.read_text())
     if number == "Ctrl-C":
         os.killpg(parent.pid, signal.SIGINT)
+    elif number == "out of memory":  # the system kills the largest process
+        os.kill(int(file.read_text()), signal.SIGKILL)
     else:
         parent.send_signal(number)
     said = parent.communicate(timeout=60)[1]
     assert said.count("Traceback") <= 1 and "SpawnProcess" not in said
+    assert ("a process of trials was killed" in said) == (number == "out of memory")
     wait(lambda: has_ended(file.read_text()))
 
 

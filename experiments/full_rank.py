@@ -25,7 +25,7 @@ from torch import Tensor
 from data.dataset import Dataset
 from experiments import common, training
 from experiments.lab import Lab
-from experiments.training import Batches, MaskedGPT, Recipe, denoising, prefix_mask
+from experiments.training import Batches, MaskedGPT, Recipe, denoising, prefix_mask, target_only
 from kit.evaluate import eval_batches
 from model import GPTConfig
 
@@ -41,8 +41,7 @@ def after_prefix(batches: Batches) -> Batches:
 
     def rest(step: int) -> tuple[np.ndarray, np.ndarray]:
         x, y = batches(step)
-        known = np.arange(1, x.shape[1] + 1) < x.shape[1] // 2  # y at t is the byte at t + 1
-        return x, np.where(known, -1, y)
+        return x, target_only(y, x.shape[1] // 2)
 
     return rest
 

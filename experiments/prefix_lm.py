@@ -25,7 +25,16 @@ from torch.nn import functional as F
 from data.dataset import Dataset
 from experiments import common
 from experiments.lab import Lab
-from experiments.training import Batches, MaskedGPT, Recipe, prefix_mask, text, train, windows
+from experiments.training import (
+    Batches,
+    MaskedGPT,
+    Recipe,
+    prefix_mask,
+    target_only,
+    text,
+    train,
+    windows,
+)
 from kit.evaluate import eval_batches
 from model import GPTConfig
 
@@ -81,13 +90,6 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "hops": lambda seed: question_task(hops, seed)}
 
 
-def target_only(y: np.ndarray, prefix: int) -> np.ndarray:
-    """y (B, T) with -1 where the next token is still of the input; its last position counts."""
-    y = y.copy()
-    y[:, : prefix - 1] = -1
-    return y
-
-
 @torch.inference_mode()
 def loss_by_position(model: MaskedGPT, task: Task) -> Tensor:
     """Loss in nats of each token of the target, mean over the fixed windows: (T - prefix + 1,)."""
@@ -107,11 +109,10 @@ def build(task: Task, arm: str, seed: int) -> MaskedGPT:
     return model
 
 
-def learn(task: str, arm: str, seed: int, updates: int, every: int,
-          rate: float = 1.0) -> dict[str, list[float]]:
+def learn(task: str, arm: str, seed: int, updates: int, every: int) -> dict[str, list[float]]:
     """Train one arm -> its loss on the target every so many updates, and at the end by position.
 
-    Learning rates are those of a training of UPDATES, times `rate`; it may break off before.
+    Learning rates are those of a training of UPDATES; it may break off before.
     """
     t = TASKS[task](seed)
     model, losses = build(t, arm, seed), []
@@ -124,9 +125,7 @@ def learn(task: str, arm: str, seed: int, updates: int, every: int,
         if step % every == 0:
             losses.append(loss_by_position(model, t))
 
-    recipe = Recipe(updates, learning_rate=2e-2 * rate, muon_lr=0.012 * rate,
-                    lr_decay_iters=UPDATES[task])
-    train(model, batches, recipe, each=each)
+    train(model, batches, Recipe(updates, lr_decay_iters=UPDATES[task]), each=each)
     return {"curve": [loss.mean().item() for loss in losses], "positions": losses[-1].tolist()}
 
 

@@ -93,6 +93,13 @@ def denoising(batches: Batches, mask_id: int, seed: int, share: float = 0.2) -> 
     return hidden
 
 
+def target_only(y: np.ndarray, prefix: int) -> np.ndarray:
+    """y (B, T) with -1 where the next token is still of the input; its last position counts."""
+    y = y.copy()
+    y[:, : prefix - 1] = -1
+    return y
+
+
 def validate(model: GPT, data: Dataset, block_size: int | None = None,
              tokens: int = 0) -> dict[str, float]:
     """Loss and bits per byte on fixed windows of the validation split; see kit.evaluate.

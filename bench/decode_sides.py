@@ -47,7 +47,7 @@ class Ours(Side):
         super().__init__(folder, bits, threads)
         import torch
 
-        from kit.fast import fast
+        from kit.kernels import fast
 
         torch.set_num_threads(threads)
         self.model = ours(folder)

@@ -69,7 +69,7 @@ def step_times(kind: str, rounds: int) -> tuple[str, dict[int, float]]:
     """What the model is, and the seconds of a step of each of WIDTHS tokens."""
     import torch
 
-    from kit.fast import fast
+    from kit.kernels import fast
     from model import GPT, GPTConfig
 
     torch.manual_seed(1)
@@ -166,7 +166,7 @@ def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace)
     import torch
 
     from kit import lookup
-    from kit.fast import fast
+    from kit.kernels import fast
     from kit.sampling import Sampler
 
     prompts = run_prompts(folder, tokenizer, args, max(1, model.config.block_size // 2))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from extras.row import Group, Row, groups_of
-from kit.fast import FEW, NativeMatrix
+from kit.kernels.leaves import FEW, NativeLinear
 from kit.sampling import Sampler
 from model import GPT, KVCache
 
@@ -66,7 +66,7 @@ class Batch:
         self.model, self.tokenizer, self.most, c = model, tokenizer, most, model.config
         self.pull, self.device, self.size = pull, model.wte.weight.device, model.config.block_size
         self.macs = (12 * c.n_layer * c.n_embd + c.vocab_size) * c.n_embd  # of a token
-        native = isinstance(model.lm_head, NativeMatrix)  # whose threads wait for none put aside
+        native = isinstance(model.lm_head, NativeLinear)  # whose threads wait for none put aside
         self.threads = threads if native or self.macs > 2**23 else 1
         self.took, self.tokens = 0.0, 0  # seconds of the last step; written in all
         self.clear()

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from data import DataError
 from data.tokenizer import Tokenizer, from_json
-from kit import native
 from kit.device import choose_device
 from kit.errors import UserError, plain, run
 from kit.finding import find_checkpoint, find_run, same_tokenizer
+from kit.kernels import native
 from kit.loading import load_model
 from kit.metrics import Progress
 from kit.placing import place

@@ -5,7 +5,7 @@ reads it in one pass, which costs little more than one token where weights are r
 The sampler then chooses each token from the model's own logits, as without a draft, and as long as
 it chooses what the draft says the next logits are there already. So the text has the same
 distribution and, where logits do not depend on how many tokens go through the model at once (see
-kit/fast.py), it is to the last token that of GPT.generate with the same seed.
+kit/kernels), it is to the last token that of GPT.generate with the same seed.
 
 The idea: Prompt Lookup Decoding (github.com/apoorvumang/prompt-lookup-decoding), which is an
 n-gram for the draft model of Speculative Decoding (arXiv 2211.17192).
@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from kit.fast import FEW
+from kit.kernels import FEW
 from model import GPT, Window
 
 MOST = FEW - 1  # tokens of a draft: with the one before it, what one step of native code takes

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from kit import native
 from kit.device import DTYPES, name_of
 from kit.errors import UserError
-from kit.fast import fast
+from kit.kernels import fast, native
+from kit.kernels.leaves import round_linears
 from model import GPT
 
 
@@ -26,13 +26,24 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
         model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
         return name_of(model.wte.weight.dtype)
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
-    weights = s.dtype if s.dtype != "auto" else "bfloat16" if large else "float32"
-    if s.quantize == "none":
-        late = s.compile == "auto" and not large and native.build_aside()  # 3 s: for the next text
-        return fast(model, weights, bool(s.compile) and not late)
-    before = loss()
-    how = fast(model, s.quantize, s.compile)
+    asked = s.quantize if s.quantize != "none" else s.dtype
+    weights = asked if asked != "auto" else "bfloat16" if large and s.compile else "float32"
+    if s.quantize == "none" and s.compile == "auto" and not large and native.build_aside():
+        return plain(model, weights)  # 3 s to compile: for the next text
+    before = loss() if s.quantize != "none" else None
+    if s.compile:
+        how = fast(model, weights, asked=asked != "auto")
+    else:
+        how = plain(model, weights)
     if before and (after := loss()):
         note(f"{s.quantize}: loss {after:.4f} on a part of the validation split, in float32 "
              f"{before:.4f}: {100 * (after / before - 1):+.2f} %")
     return how
+
+
+def plain(model: GPT, weights: str) -> str:
+    """The model as model.py has it, by PyTorch's kernels; fewer bits only round its weights."""
+    model.eval()
+    if weights != "float32":
+        round_linears(model, weights)
+    return f"weights in {weights}, PyTorch's kernels"

@@ -1,4 +1,4 @@
-"""The plan of the house as a test: who may import whom, how long a file may be."""
+"""The plan of the house as a test: who may import whom, how long a line and a function may be."""
 
 import ast
 import re
@@ -20,12 +20,6 @@ DOORS = {  # room -> what of ours it may import
     "bench": {"kit", "data", "model", "extras"},
     "experiments": {"kit", "data", "model"},
 }
-BUDGET = {"model.py": 450, "train.py": 400, "sample.py": 200}  # others: 250
-LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
-    ("model", "train", "sample"): 920,
-    ("data",): 2170,
-    ("kit",): 4350,
-}
 KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "metrics": {"files", "settings"}, "optimizer": {"sharding"},
     "evaluate": {"checkpoint", "device", "distributed", "finding", "loading"},
@@ -33,8 +27,7 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "checkpoint": {"files", "settings"},
     "loading": {"checkpoint", "files", "positions", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
-    "fast": {"device", "native", "quantize"}, "lookup": {"fast"},
-    "placing": {"device", "fast", "native"},
+    "kernels": {"device"}, "lookup": {"kernels"}, "placing": {"device", "kernels"},
     "importing": {"checkpoint", "finding"}, "hf_weights": {"importing", "loading"},
     "hf": {"checkpoint", "files", "finding", "hf_export", "hf_tokenizer", "hf_weights",
            "importing"},
@@ -52,7 +45,7 @@ COMMANDS = {"evaluate", "hf", "hf_export", "hf_tokenizer", "hf_weights", "import
 
 def sources(*rooms: str) -> list[Path]:
     files = [CLONE / f"{room}.py" for room in rooms] + [
-        p for room in rooms for p in sorted((CLONE / room).glob("*.py"))]
+        p for room in rooms for p in sorted((CLONE / room).rglob("*.py"))]
     return [f for f in files if f.exists()]
 
 
@@ -89,26 +82,19 @@ def test_parts_of_kit_stand_alone():
     for path in sources("kit"):
         for name in imports(path):
             if name.startswith("kit."):
-                parts = name.split(".")
-                other = parts[1] if (CLONE / "kit" / f"{parts[1]}.py").exists() else None
-                allowed = KIT_DOORS.get(path.stem, set()) | {"errors"}
-                assert other is None or other in allowed, f"{path.stem} -> {other}"
+                part = path.relative_to(CLONE / "kit").parts[0].removesuffix(".py")
+                other = name.split(".")[1]
+                assert other in KIT_DOORS.get(part, set()) | {"errors", part}, f"{part} -> {other}"
 
 
 def test_three_scripts_at_the_root():
     assert {p.name for p in CLONE.glob("*.py")} == {"model.py", "train.py", "sample.py"}
 
 
-def test_budgets():
-    for path in [*sources(*ROOMS), *(CLONE / "kit").glob("*.cpp"), *(CLONE / "kit").glob("*.h")]:
+def test_lines_fit_a_screen():
+    for path in [*sources(*ROOMS), *(CLONE / "kit").rglob("*.cpp"), *(CLONE / "kit").rglob("*.h")]:
         lines = path.read_text(encoding="utf-8").splitlines()
-        limit = 200 if path.parent.name == "experiments" else BUDGET.get(path.name, 250)
-        assert len(lines) <= limit, f"{path} has {len(lines)} lines"
         assert max(map(len, lines), default=0) <= 100, path
-    for rooms, limit in LINES.items():
-        written = [line for path in sources(*rooms)
-                   for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        assert len(written) < limit, f"{rooms} have {len(written)} lines"
 
 
 def test_functions_fit_a_screen():

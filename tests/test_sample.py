@@ -12,10 +12,11 @@ import torch
 
 import sample
 from data.tokenizer import from_json
-from kit import checkpoint, loading, native, sampling
+from kit import checkpoint, loading, sampling
 from kit.errors import UserError
 from kit.files import read_json
 from kit.finding import find_checkpoint, remember
+from kit.kernels import native
 from model import GPT, GPTConfig
 
 

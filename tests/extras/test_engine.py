@@ -19,8 +19,7 @@ from extras import batch
 from extras.batch import Batch
 from extras.engine import Engine, Full, Job, Request
 from extras.row import Row
-from kit import native
-from kit.fast import fast
+from kit.kernels import fast, native
 from kit.prompts import Prompt
 from kit.sampling import Sampler
 from kit.writing import Row as Alone

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer
-from kit import lookup, native
-from kit.fast import FEW, fast
+from kit import lookup
+from kit.kernels import FEW, fast, native
 from kit.lookup import MOST, Draft
 from kit.prompts import Prompt
 from kit.sampling import Sampler

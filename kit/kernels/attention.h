@@ -53,16 +53,16 @@ static void mix(const W* v, int stride, int n, int D, const float* p, float* y) 
     }
 }
 
-// q (D), keys and values (n, D) -> y (D); p has room for n + 15. Keys of bf16 meet the query in
-// bf16, where the CPU multiplies that.
+// q (D), keys and values (n, D or, of integers, D + 4) -> y (D); p has room for n + 15. Keys of bf16
+// meet the query in bf16, where the CPU multiplies that.
 template <class X, class W>
 static void attend(const X* q, const W* k, const W* v, int n, int D, float scale, float* p,
                    float* y) {
-    const int whole = D / GROUP * GROUP;
+    const int whole = D / GROUP * GROUP, stride = sizeof(W) == 1 ? D + 4 : D;
     for (int j = 0; j < n; j += 16) {
         Vec a[16] = {};
         for (int i = 0; i < 16 && j + i < n; i++) {
-            const W* key = k + (j + i) * D;
+            const W* key = k + (j + i) * stride;
             ask_for(key, D * sizeof(W));
             Sums s = {};
             for (int d = 0; d < whole; d += GROUP) s = add(s, key + d, q + d);
@@ -72,9 +72,10 @@ static void attend(const X* q, const W* k, const W* v, int n, int D, float scale
         memcpy(p + j, &s, sizeof s);
     }
     for (int j = 0; j < n && whole < D; j++)
-        for (int d = whole; d < D; d++) p[j] += number(q[d]) * number(k[j * D + d]) * scale;
+        for (int d = whole; d < D; d++) p[j] += number(q[d]) * number(k[j * stride + d]) * scale;
+    for (int j = 0; j < n && sizeof(W) == 1; j++) p[j] = share(p[j], k + j * stride, D);
     const float total = soften(p, n);
-    mix(v, D, n, D, p, y);
+    mix(v, stride, n, D, p, y);
     for (int d = 0; d < D; d++) y[d] /= total;
 }
 

@@ -1,6 +1,6 @@
 // Products of a few tokens with matrices of weights, as fast as memory gives the weights.
 //
-// Weights are fp32 or bf16 as PyTorch holds them (out, in), or the integers of kit/quantize.py:
+// Weights are fp32 or bf16 as PyTorch holds them (out, in), or the integers of quantize.py:
 // tiles of 16 outputs, groups of 32 inputs with one bf16 scale for each output and group, four
 // inputs of an output side by side as dpbusd multiplies them, offset to unsigned. Activations meet
 // fp32 as they are, bf16 in bf16 where the CPU multiplies that, integers as 8-bit integers with a
@@ -24,29 +24,40 @@ struct Linear {
     int in, out, kind;
 };
 
+#if defined(__AVX512BF16__)
+typedef uint16_t ForBF16;  // what an activation becomes to meet a weight or a key of bf16
+#else
+typedef float ForBF16;
+#endif
+
 // ------------------------------------------------------------------------------- activations
 
-struct Input {  // tokens on their way into a product: (groups, tokens, 32), as its weights want
+// Tokens on their way into a product: (groups, rows, 32), as its weights want them. A token is one
+// row or, where it shall be exact, two: the rounded numbers, and what is left of them.
+struct Input {
     std::vector<float> f, scale;
     std::vector<uint16_t> h;
     std::vector<int8_t> q;
     std::vector<int> total;  // of the integers of a group
-    size_t tokens;
+    const int terms;         // rows of a token
+    const size_t rows;
 
-    Input(size_t n, size_t in, int kind) : tokens(n) {
-        const size_t groups = n * ((in + GROUP - 1) / GROUP);
+    Input(size_t tokens, size_t in, int kind, bool exact)
+        : terms(exact && (kind >= INT8 || (kind == BF16 && sizeof(ForBF16) == 2)) ? 2 : 1),
+          rows(tokens * terms) {
+        const size_t groups = rows * ((in + GROUP - 1) / GROUP);
         if (kind < INT8) f.resize(groups * GROUP), h.resize(groups * GROUP);
         else q.resize(groups * GROUP), scale.resize(groups), total.resize(groups);
     }
-    const float* at(size_t g, size_t row, float) const { return &f[(g * tokens + row) * GROUP]; }
+    const float* at(size_t g, size_t row, float) const { return &f[(g * rows + row) * GROUP]; }
     const uint16_t* at(size_t g, size_t row, uint16_t) const {
-        return &h[(g * tokens + row) * GROUP];
+        return &h[(g * rows + row) * GROUP];
     }
 };
 
-static void put(Input& x, const Linear& l, size_t row, const float* from) {
+static void put_row(Input& x, const Linear& l, size_t row, const float* from) {
     for (int g = 0; g * GROUP < l.in; g++) {
-        const size_t at = g * x.tokens + row, left = l.in - g * GROUP;
+        const size_t at = g * x.rows + row, left = l.in - g * GROUP;
         float v[GROUP] = {}, most = 0, odd = 0;
         memcpy(v, from + g * GROUP, 4 * (left < GROUP ? left : GROUP));
         if (l.kind == F32 || l.kind == BF16) {
@@ -68,6 +79,18 @@ static void put(Input& x, const Linear& l, size_t row, const float* from) {
         x.total[at] = total;
         x.scale[at] = most / 127 + odd;  // what is not finite shows as NaN
     }
+}
+
+static void put(Input& x, const Linear& l, size_t token, const float* from) {
+    const size_t row = token * x.terms;
+    put_row(x, l, row, from);
+    if (x.terms == 1) return;
+    std::vector<float> rest(l.in);
+    for (int i = 0; i < l.in; i++) {
+        const size_t group = i / GROUP * x.rows + row, at = group * GROUP + i % GROUP;
+        rest[i] = from[i] - (l.kind < INT8 ? number(x.h[at]) : x.q[at] * x.scale[group]);
+    }
+    put_row(x, l, row + 1, rest.data());
 }
 
 // --------------------------------------------------------------------------------- integers
@@ -119,7 +142,7 @@ static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[
     const uint16_t* scale = l.scale + size_t(t) * G * TILE;
     Vec acc[N] = {};
     for (int g = 0; g < G; g++, w += SIZE, scale += TILE) {
-        const size_t at = g * x.tokens + row;
+        const size_t at = g * x.rows + row;
         const int8_t* q = &x.q[at * GROUP];
         Ints a[N];
 #pragma GCC unroll 8
@@ -162,13 +185,10 @@ template <class W> static inline Vec add(Vec a, const W* w, const float* x) {
 }
 #endif
 #if defined(__AVX512BF16__)
-typedef uint16_t ForBF16;
 static inline Vec add(Vec a, const uint16_t* w, const uint16_t* x) {
     const __m512i b = _mm512_loadu_si512(w), c = _mm512_loadu_si512(x);
     return (Vec)_mm512_dpbf16_ps((__m512)a, (__m512bh)b, (__m512bh)c);
 }
-#else
-typedef float ForBF16;
 #endif
 
 template <int R, int N, class X, class W>  // R rows of weights, N tokens
@@ -222,21 +242,22 @@ static void tile(const Linear& l, int t, const Input& x, size_t row, float (*y)[
 }
 
 // Those of a team share this. done(token, first output, values, their number).
-template <class Done>
-static void product(Member& me, const Linear& l, const Input& x, int tokens, Done done) {
+template <class Done> static void product(Member& me, const Linear& l, const Input& x, Done done) {
     me.each((l.out + TILE - 1) / TILE, [&](int t) {
         const int first = t * TILE, m = l.out - first < TILE ? l.out - first : TILE;
-        for (int row = 0, n; row < tokens; row += n) {
+        const int rows = x.rows;
+        for (int row = 0, n; row < rows; row += n) {
             float y[MOST][TILE];
-            const int left = tokens - row;
+            const int left = rows - row;
             n = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
             if (n == 8) tile<8>(l, t, x, row, y);
             if (n == 4) tile<4>(l, t, x, row, y);
             if (n == 2) tile<2>(l, t, x, row, y);
             if (n == 1) tile<1>(l, t, x, row, y);
-            for (int i = 0; i < n; i++) {
+            for (int i = 0; i < n; i += x.terms) {
+                for (int o = 0; x.terms == 2 && o < m; o++) y[i][o] += y[i + 1][o];
                 for (int o = 0; l.bias && o < m; o++) y[i][o] += l.bias[first + o];
-                done(size_t(row + i), first, y[i], m);
+                done(size_t(row + i) / x.terms, first, y[i], m);
             }
         }
     });

@@ -1,5 +1,5 @@
 // One step of the GPT for the newest tokens of a few rows, in one call: model.py's forward pass
-// without its head, on all cores. Called from kit/fast.py; the structures are in kit/native.py.
+// without its head, on all cores. Called from step.py and leaves.py; the structures are in native.py.
 
 #include <new>
 
@@ -10,7 +10,7 @@ struct Layer {
     Linear attn, proj, fc, out;
 };
 struct Model {
-    int n_layer, n_embd, n_head, vocab_size, logn, wte_kind, erf;
+    int n_layer, n_embd, n_head, n_inner, vocab_size, block_size, logn, wte_kind, erf, exact;
     float log_base;
     const void* wte;
     const float *wpe, *ln_f, *ln_fb;
@@ -38,10 +38,25 @@ static void normalize(const float* x, int C, const float* w, const float* b, flo
 }
 
 static float query_scale(const Model& m, const Layer& l, int head, int keys) {
-    const float scale = 1 / std::sqrt(float(m.n_embd / m.n_head)), log_n = std::log(float(keys));
-    if (m.logn == 0) return scale;
-    if (m.logn == 3) return scale * l.logn[head] * log_n;
-    return scale * (m.logn == 2 && log_n < m.log_base ? 1 : log_n / m.log_base);
+    const float log_n = std::log(float(keys));
+    if (m.logn == 0) return 1;
+    if (m.logn == 3) return l.logn[head] * log_n;
+    return m.logn == 2 && log_n < m.log_base ? 1 : log_n / m.log_base;
+}
+
+// Whether every matrix has the size that the buffers of a Step are made for.
+static bool fits(const Model& m) {
+    const int C = m.n_embd, kind = m.n_layer > 0 ? m.layers->attn.kind : -1;
+    auto is = [&](const Linear& l, int in, int out) {
+        return l.in == in && l.out == out && l.kind == kind;
+    };
+    if (C < 1 || m.n_head < 1 || C % m.n_head || m.n_inner < 1 || kind < F32 || kind > INT4)
+        return false;
+    for (const Layer* l = m.layers; l < m.layers + m.n_layer; l++)
+        if (!is(l->attn, C, 3 * C) || !is(l->proj, C, C) || !is(l->fc, C, m.n_inner) ||
+            !is(l->out, m.n_inner, C) || (m.logn == 3 && !l->logn))
+            return false;
+    return true;
 }
 
 // The tokens of one call and what is computed of them.
@@ -50,15 +65,16 @@ struct Step {
     const Cache& cache;
     const int tokens;
     const int64_t *ids, *pos, *row;
-    const int C, H, D;
+    const int C, H, D, widest;  // widest: of what one token's products take in
     Input in;
     std::vector<float> x, a, qkv, scores;
 
     Step(const Model& m, const Cache& cache, int tokens, const int64_t* ids, const int64_t* pos,
          const int64_t* row, int threads)
         : m(m), cache(cache), tokens(tokens), ids(ids), pos(pos), row(row), C(m.n_embd),
-          H(m.n_head), D(C / H),
-          in(tokens, 4 * C, m.layers->attn.kind), x(size_t(tokens) * C), a(size_t(tokens) * 4 * C),
+          H(m.n_head), D(C / H), widest(std::max(C, m.n_inner)),
+          in(tokens, widest, m.layers->attn.kind, m.exact), x(size_t(tokens) * C),
+          a(size_t(tokens) * widest),
           qkv(size_t(tokens) * 3 * C), scores(room() * threads) {}
 
     size_t room() const { return cache.length + 15 + D + 1; }  // of a thread: scores and a query
@@ -90,20 +106,21 @@ struct Step {
     }
 
     template <class X, class W> void look(int layer, int i, int h, int thread) {
+        float* from = &qkv[i * 3 * C + h * D];
         const float scale = query_scale(m, m.layers[layer], h, pos[i] + 1);
-        const float* from = &qkv[i * 3 * C + h * D];
+        for (int d = 0; d < D; d++) from[d] *= scale;  // before it is rounded, as in model.py
         float* p = &scores[room() * thread];
         X* q = (X*)(p + cache.length + 15);
         if constexpr (sizeof(X) == 1) shrink(from, D, q);
         else
             for (int d = 0; d < D; d++) q[d] = to(from[d], X());
         attend(q, held<const W>(cache.k, layer, i, h), held<const W>(cache.v, layer, i, h),
-               pos[i] + 1, D, scale, p, &a[i * C + h * D]);
+               pos[i] + 1, D, 1 / std::sqrt(float(D)), p, &a[i * C + h * D]);
     }
 
     void block(Member& me, int layer) {
         const Layer& l = m.layers[layer];
-        const size_t C = this->C;  // copies, and plain pointers: the compiler may keep them
+        const size_t C = this->C, inner = m.n_inner;  // copies, and plain pointers: the compiler may keep them
         float *x = this->x.data(), *a = this->a.data(), *qkv = this->qkv.data();
         auto add_to_x = [=](size_t i, int first, const float* y, int n) {
             for (int o = 0; o < n; o++) x[i * C + first + o] += y[o];
@@ -112,7 +129,7 @@ struct Step {
             normalize(&x[i * C], C, l.ln_1, l.ln_1b, &a[i * C]);
             put(in, l.attn, i, &a[i * C]);
         });
-        product(me, l.attn, in, tokens, [=](size_t i, int first, const float* y, int n) {
+        product(me, l.attn, in, [=](size_t i, int first, const float* y, int n) {
             memcpy(&qkv[i * 3 * C + first], y, n * 4);
         });
         me.each(tokens * H, [&](int j) {
@@ -122,17 +139,21 @@ struct Step {
         });
         me.each(tokens * H, [&](int j) {
             if (cache.kind == F32) look<float, float>(layer, j / H, j % H, me.number);
-            if (cache.kind == BF16) look<ForBF16, uint16_t>(layer, j / H, j % H, me.number);
-            if (cache.kind == INT8) look<int8_t, int8_t>(layer, j / H, j % H, me.number);
+            if (cache.kind == BF16 && m.exact) look<float, uint16_t>(layer, j / H, j % H, me.number);
+            if (cache.kind == INT8 && m.exact) look<float, int8_t>(layer, j / H, j % H, me.number);
+            if (cache.kind == BF16 && !m.exact)
+                look<ForBF16, uint16_t>(layer, j / H, j % H, me.number);
+            if (cache.kind == INT8 && !m.exact)
+                look<int8_t, int8_t>(layer, j / H, j % H, me.number);
         });
         me.each(tokens, [&](int i) { put(in, l.proj, i, &a[i * C]); });
-        product(me, l.proj, in, tokens, add_to_x);
+        product(me, l.proj, in, add_to_x);
         me.each(tokens, [&](int i) {
             normalize(&x[i * C], C, l.ln_2, l.ln_2b, &a[i * C]);
             put(in, l.fc, i, &a[i * C]);
         });
-        product(me, l.fc, in, tokens, [=](size_t i, int first, const float* y, int n) {
-            float* to = a + i * 4 * C + first;
+        product(me, l.fc, in, [=](size_t i, int first, const float* y, int n) {
+            float* to = a + i * inner + first;
             if (m.erf) {
                 for (int o = 0; o < n; o++) to[o] = gelu_erf(y[o]);
                 return;
@@ -140,8 +161,8 @@ struct Step {
 #pragma omp simd
             for (int o = 0; o < n; o++) to[o] = gelu(y[o]);
         });
-        me.each(tokens, [&](int i) { put(in, l.out, i, &a[i * 4 * C]); });
-        product(me, l.out, in, tokens, add_to_x);
+        me.each(tokens, [&](int i) { put(in, l.out, i, &a[i * inner]); });
+        product(me, l.out, in, add_to_x);
     }
 };
 
@@ -150,14 +171,14 @@ extern "C" {
 Team* make_team(int threads) { return new Team(threads); }
 
 // y (tokens, out) = x (tokens, in) @ w.T + bias; 2 where memory is full
-int linear(Team* team, const Linear& l, int tokens, const float* x, float* y) try {
+int linear(Team* team, const Linear& l, int tokens, const float* x, float* y, int exact) try {
     if (!tokens) return 0;
-    Input in(tokens, l.in, l.kind);
+    Input in(tokens, l.in, l.kind, exact);
     team->run([&](int number, uint32_t phase) {
         Member me{*team, number, phase};
-        me.each(tokens, [&](int row) { put(in, l, row, x + size_t(row) * l.in); });
-        product(me, l, in, tokens, [&](size_t row, int first, const float* values, int n) {
-            memcpy(y + row * l.out + first, values, n * 4);
+        me.each(tokens, [&](int token) { put(in, l, token, x + size_t(token) * l.in); });
+        product(me, l, in, [&](size_t token, int first, const float* values, int n) {
+            memcpy(y + token * l.out + first, values, n * 4);
         });
     });
     return 0;
@@ -166,12 +187,14 @@ int linear(Team* team, const Linear& l, int tokens, const float* x, float* y) tr
 }
 
 // Tokens with their ids, positions and rows of the cache -> hidden states (tokens, C) before the
-// head; their keys and values go to the cache. 1 if an id, a position or a row cannot be.
+// head; their keys and values go to the cache. 1 if an id, a position or a row cannot be, 3 if a
+// matrix has another size than the model.
 int step(Team* team, const Model& m, int tokens, const int64_t* ids, const int64_t* pos,
          const int64_t* row, const Cache& cache, float* out) try {
+    if (!fits(m)) return 3;
     for (int i = 0; i < tokens; i++)
         if (ids[i] < 0 || ids[i] >= m.vocab_size || pos[i] < 0 || pos[i] >= cache.length ||
-            row[i] < 0 || row[i] >= cache.rows)
+            pos[i] >= m.block_size || row[i] < 0 || row[i] >= cache.rows)
             return 1;
     Step s(m, cache, tokens, ids, pos, row, team->size);
     team->run([&](int number, uint32_t phase) {

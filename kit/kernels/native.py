@@ -1,4 +1,4 @@
-"""kit/native.cpp, compiled for this machine when first needed, and its structures for ctypes."""
+"""native.cpp, compiled for this machine when first needed, and its structures for ctypes."""
 
 import contextlib
 import ctypes
@@ -42,9 +42,10 @@ class Layer(Structure):
 class Model(Structure):
     """A GPT without its head."""
 
-    _fields_ = [(name, c_int) for name in ("n_layer", "n_embd", "n_head", "vocab_size", "logn",
-                                           "wte_kind", "erf")] + [("log_base", c_float)] + [
-        (name, c_void_p) for name in ("wte", "wpe", "ln_f", "ln_fb")] + [
+    _fields_ = [
+        *((name, c_int) for name in ("n_layer", "n_embd", "n_head", "n_inner", "vocab_size",
+                                     "block_size", "logn", "wte_kind", "erf", "exact")),
+        ("log_base", c_float), *((name, c_void_p) for name in ("wte", "wpe", "ln_f", "ln_fb")),
         ("layers", POINTER(Layer))]
 
 
@@ -89,7 +90,7 @@ def load(path: Path) -> ctypes.CDLL:
     code.make_team.restype = c_void_p
     code.step.argtypes = [c_void_p, POINTER(Model), c_int, *[c_void_p] * 3, POINTER(Cache),
                           c_void_p]
-    code.linear.argtypes = [c_void_p, POINTER(Linear), c_int, c_void_p, c_void_p]
+    code.linear.argtypes = [c_void_p, POINTER(Linear), c_int, c_void_p, c_void_p, c_int]
     return code
 
 
@@ -146,7 +147,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         why = "it took more than two minutes"
     except (OSError, AttributeError) as e:
         why = str(e)
-    return None, f"{' '.join(compiler())} cannot make kit/native.cpp run here: {why}"
+    return None, f"{' '.join(compiler())} cannot make kit/kernels/native.cpp run here: {why}"
 
 
 def build_aside() -> bool:
@@ -160,7 +161,7 @@ def build_aside() -> bool:
     try:
         FOLDER.mkdir(exist_ok=True)
         failed.touch()
-        subprocess.Popen([sys.executable, "-m", "kit.native"], cwd=SOURCES[0].parent.parent,
+        subprocess.Popen([sys.executable, str(SOURCES[0].with_suffix(".py"))],
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                          stderr=subprocess.DEVNULL, start_new_session=True)
     except OSError:

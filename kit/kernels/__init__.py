@@ -1,0 +1,12 @@
+"""Door: speed on a CPU. Delete this folder and everything is written by model.py in PyTorch.
+
+native, *.h, *.cpp   C++ that is compiled for this machine when it is first needed
+quantize, leaves     nn.Linear with its weights in 16, 8 or 4 bits
+step                 one whole step of the GPT in a single native call, for a model that was checked
+speed                what a script calls: makes a model fast, and says what it did
+"""
+
+from kit.kernels.leaves import FEW
+from kit.kernels.speed import fast
+
+__all__ = ["FEW", "fast"]

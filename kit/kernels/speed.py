@@ -1,0 +1,72 @@
+"""A trained GPT made fast on the CPU, in place: as fast as what model.py computes allows.
+
+Two layers. Every nn.Linear, whatever the model, can hold its weights in fewer bits (leaves.py); the
+model's own forward stays in charge. A model that computes what native.cpp computes also takes its
+steps in one native call (step.py): that is checked, in shapes and in numbers, before it is done.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kit.kernels import native, step
+from kit.kernels.leaves import LibraryLinear, NativeLinear, replace_linears
+from model import GPT
+
+
+def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: bool = True) -> str:
+    """Change a model on the CPU, in place, for quick decoding -> a line that says what was done.
+
+    weights: one of native.KINDS. Activations stay in fp32, except for what enters a product of 16
+    bits or of integers; the cache of a checked model is in fp32, bf16 or 8-bit integers as the
+    weights are (4 bits: in 8), any other in fp32.
+    compiled: False uses PyTorch's kernels, as where there is no compiler.
+    asked: whether somebody named these weights; if not, a model that native.cpp does not compute
+    is left as it is.
+    """
+    if any(isinstance(m, NativeLinear | LibraryLinear) for m in model.modules()) \
+            or any(p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("expected a GPT on the CPU that is not fast yet")
+    code, why = native.library() if compiled else (None, "")
+    model.eval().float().requires_grad_(False)
+    unlike = step.difference(model) if code else ""
+    if unlike and not asked:
+        return own_way("float32", unlike)
+    linears = replace_linears(model, lambda linear: NativeLinear(linear, weights, code) if code
+                              else LibraryLinear(linear, weights))
+    if code and not unlike:
+        undo = step.install(model, weights, code)
+        if unlike := step.disagreement(model):
+            undo()
+        else:
+            step.hurry(model)
+    if unlike and not asked:
+        for parent, name, linear in linears:
+            setattr(parent, name, linear)
+        return own_way("float32", unlike)
+    model.loss = lambda x, targets: loss(model, x, targets)
+    model._apply = model.state_dict = model.load_state_dict = refuse  # leaves know addresses
+    if unlike:
+        return own_way(weights, unlike)
+    weights = "float16" if weights == "bfloat16" and not code else weights
+    how = "native code" if code else "PyTorch's kernels" + (f", as {why}" if why else "")
+    return f"weights in {weights}, {how}"
+
+
+def refuse(*args: Any, **options: Any) -> None:
+    raise RuntimeError("a fast model cannot be moved, converted, saved or loaded any more")
+
+
+def loss(model: GPT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """GPT.loss with the head as it is: (sum of cross entropies, their number)."""
+    x, targets, total = x.reshape(-1, x.size(-1)), targets.reshape(-1), torch.zeros(())
+    for some, wanted in zip(x.split(256), targets.split(256), strict=True):
+        total += F.cross_entropy(model.lm_head(some), wanted, ignore_index=-1, reduction="sum")
+    return total, (targets >= 0).sum()
+
+
+def own_way(weights: str, unlike: str) -> str:
+    return (f"weights in {weights}, by model.py alone, which is slower: {unlike}, so kit/kernels/"
+            "native.cpp does not compute this model")

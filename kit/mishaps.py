@@ -37,8 +37,8 @@ class Interrupt:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any) -> None:
-        # torchrun sends on what the terminal sent us too; a terminal that is gone is told of by its
-        # shell, by the system, and by a logout that ends all
+        # torchrun sends on what the terminal sent us too; that a terminal is gone may be told by
+        # its shell, by the system, and by a logout that ends all
         repeats = ("TORCHELASTIC_RUN_ID" in os.environ
                    or getattr(signal, "SIGHUP", None) in (number, self.signal))
         if self.signal and not (repeats and time.monotonic() - self.at < 5):

@@ -109,7 +109,8 @@ def ignore() -> None:
 def test_signals_save_and_print_the_command_that_goes_on(command, tmp_path, name):
     number = getattr(signal, name)
     long = [*command("run"), "--max_iters=100000"]
-    process = subprocess.Popen(long, stdout=subprocess.PIPE, text=True, preexec_fn=heed if HANGUPS else None)
+    process = subprocess.Popen(long, stdout=subprocess.PIPE, text=True,
+                               preexec_fn=heed if HANGUPS else None)
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(number)
     out = process.communicate(timeout=60)[0]

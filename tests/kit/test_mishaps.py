@@ -13,7 +13,6 @@ from kit import mishaps
 from kit.errors import UserError
 from train import TrainSettings
 
-
 NOT_WINDOWS = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="not on Windows")
 OTHERS = ["SIGHUP", "SIGUSR1"]  # a lost terminal, a scheduler's warning
 

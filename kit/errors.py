@@ -25,6 +25,8 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
     """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
     script, *argv = sys.argv
     debug = bool({"--debug", "--debug=True"} & set(argv))
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it was closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):  # a console may lack letters that a model writes
         if hasattr(stream, "reconfigure"):  # and a log is to have each line when it is said
             stream.reconfigure(errors="backslashreplace", line_buffering=True)

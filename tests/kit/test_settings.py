@@ -700,3 +700,16 @@ run(main, ())
     process.stderr.close()
     process.stdin.close()
     assert process.wait(60) == code
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell's way to close a stream")
+@pytest.mark.parametrize("streams", ["1>&-", "2>&-", "1>&- 2>&-", "1>/dev/full"])
+def test_streams_that_were_closed_change_no_exit_code(tmp_path, streams):
+    script = tmp_path / "tool.py"
+    script.write_text("from kit.distributed import say\nfrom kit.errors import run\n"
+                      "run(lambda argv: say('a line') or len(argv), ())\n")
+    for flags, code in (("", 0), ("--one --two", 2)):
+        done = subprocess.run(["bash", "-c", f"{sys.executable} {script} {flags} {streams}"],
+                              capture_output=True, text=True,
+                              env=os.environ | {"PYTHONPATH": str(CLONE)})
+        assert (done.returncode, done.stderr) == (code, "")

@@ -87,8 +87,8 @@ class Campaign:
         return [fault for fault in (
             Fault("kill -9 at any moment", kills, partial(self.kill, False)),
             Fault("kill -9 at a file event", kills, partial(self.kill, True)),
-            Fault("SIGTERM", signals - signals // 2, partial(self.signal, signal.SIGTERM)),
-            Fault("SIGINT", signals // 2, partial(self.signal, signal.SIGINT)),
+            *(Fault(name, (signals + i) // 4, partial(self.signal, getattr(signal, name)))
+              for i, name in enumerate(("SIGUSR1", "SIGHUP", "SIGINT", "SIGTERM"))),
             Fault("bit flipped", damages - damages // 2, partial(self.damage, flip)),
             Fault("file truncated", damages // 2, partial(self.damage, truncate)),
             Fault("disk full" if self.mounts else "disk full (limit of a file)", full, self.fill),
@@ -199,7 +199,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, default, what in (
             ("kills", 200, "kill -9 at any moment, and as many at a file event"),
             ("damages", 100, "bits flipped and files truncated"),
-            ("signals", 20, "SIGTERM and SIGINT"), ("full", 20, "full disks"),
+            ("signals", 20, "SIGTERM, SIGINT, SIGHUP and SIGUSR1"), ("full", 20, "full disks"),
             ("seed", 0, "of all that is drawn")):
         add(f"--{name}", type=int, default=default, help=f"{what} (default: %(default)s)")
     add("--text", type=Path, metavar="PATH", help="what to train on; without, some is made")

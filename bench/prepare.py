@@ -23,8 +23,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from kit.errors import run
+
 CLONE = Path(__file__).parent.parent
-sys.path.insert(0, str(CLONE))
 TEXT = {".py", ".pyi", ".txt", ".md", ".rst", ".h", ".hpp", ".c", ".cpp", ".js", ".html", ".json"}
 
 
@@ -69,14 +72,14 @@ def work(what: str, source: str) -> None:
     print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="*", default=[
         sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")])
     parser.add_argument("--mb", type=int, default=200, help="of text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.work:
         return work(args.work, args.folders[0])
     from data.build import cores
@@ -107,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, mistakes=())

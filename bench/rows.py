@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from data.shards import HEADER_BYTES, ShardWriter, Split
+from kit.errors import run
 
 
 def ours(path: Path, batch: int, block: int) -> Callable[[int], object]:
@@ -55,11 +56,11 @@ def peak(path: Path, way: str) -> None:
     print(*seen)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=200, help="size of the shard")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.peak:
         return peak(Path(args.peak[0]), args.peak[1])
     with tempfile.TemporaryDirectory() as folder:
@@ -89,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, mistakes=())

@@ -140,7 +140,8 @@ class Victim:
         """Be `python train.py argv`: its signals, its output, its exit code."""
         code: Any = 1
         try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for fd, kind in ((1, "out"), (2, "err")):
                 os.dup2(os.open(self.notes(kind), os.O_WRONLY | os.O_CREAT), fd)

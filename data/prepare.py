@@ -175,6 +175,8 @@ def run(command: Callable[[], None], debug: bool) -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w")
     if sys.stdout.errors == "strict":  # a path may have letters that the output's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
+    if hasattr(sys.stdout, "reconfigure"):  # a log has each line when it is said
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         command()
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ What ranks tell each other is tensors and JSON, so nothing is unpickled here eit
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -17,16 +18,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from kit.errors import UserError, plain
+from kit.errors import UserError, let_go, plain
 from kit.rendezvous import first_line, join
 from kit.sharding import whole
 from model import GPT
 
 
 def say(text: str) -> None:
-    """A line for the person, from rank 0 alone, above the bar."""
+    """A line for the person, from rank 0 alone, above the bar; work goes on where nobody reads."""
     if os.environ.get("RANK", "0") == "0":
-        tqdm.write(plain(text))
+        try:
+            tqdm.write(plain(text))
+        except OSError:  # the terminal is closed, the reader of a pipe has gone
+            let_go(sys.stdout)
 
 
 class Ranks:

@@ -1,10 +1,12 @@
 """Mistakes and mishaps as one line on the terminal, and the exit code that goes with them."""
 
+import contextlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 
 class UserError(Exception):
@@ -23,30 +25,46 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
     """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
     script, *argv = sys.argv
     debug = bool({"--debug", "--debug=True"} & set(argv))
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it was closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):  # a console may lack letters that a model writes
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+        if hasattr(stream, "reconfigure"):  # and a log is to have each line when it is said
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+    def complain(text: str) -> None:
+        with contextlib.suppress(OSError):  # nobody may read any more
+            print(f"{Path(script).name}: {text}", file=sys.stderr)
+
     try:
         code = main([a for a in argv if a != "--debug"]) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has gone, as in `sample.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except KeyboardInterrupt:
-        print(f"{Path(script).name}: interrupted", file=sys.stderr)
+        complain("interrupted")
         code = 130
     except (UserError, OSError, *mistakes) as e:
         if debug:
             raise
-        print(f"{Path(script).name}: {plain(spell_os_error(e))}", file=sys.stderr)
+        complain(plain(spell_os_error(e)))
         code = 2
     except (MemoryError, RuntimeError) as e:
         if debug or not out_of_memory(e):
             raise
-        print(f"{Path(script).name}: out of memory; a smaller batch_size (with more "
-              "gradient_accumulation_steps), block_size or model needs less", file=sys.stderr)
+        complain("out of memory; a smaller batch_size (with more gradient_accumulation_steps), "
+                 "block_size or model needs less")
         code = 2
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # or Python fails at it once more, and ends with 120
+            let_go(stream)
     sys.exit(code)
+
+
+def let_go(stream: TextIO) -> None:
+    """Nobody reads it any more: what it still holds, and all that follows, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def out_of_memory(e: BaseException) -> bool:

@@ -15,14 +15,20 @@ from kit.errors import UserError, out_of_memory, spell_os_error
 
 
 class Interrupt:
-    """Inside `with`, Ctrl-C and SIGTERM only set `signal`; a second one leaves at once."""
+    """Inside `with`, a signal that asks to end only sets `signal`; a second one leaves at once.
+
+    Ctrl-C and SIGTERM; SIGHUP (the terminal is gone) and SIGUSR1 (a scheduler's warning) too,
+    unless they were ignored before, as nohup does. Windows does not have these two.
+    """
 
     signal: int | None = None
     at = 0.0  # when it came
 
     def __enter__(self) -> "Interrupt":
         on_main = threading.current_thread() is threading.main_thread()  # else Python forbids it
-        numbers = (signal.SIGINT, signal.SIGTERM) if on_main else ()
+        others = [getattr(signal, name, None) for name in ("SIGHUP", "SIGUSR1")]
+        heeded = [n for n in others if n and signal.getsignal(n) != signal.SIG_IGN]
+        numbers = (signal.SIGINT, signal.SIGTERM, *heeded) if on_main else ()
         self.before = {n: signal.signal(n, self.handle) for n in numbers}
         return self
 
@@ -31,8 +37,11 @@ class Interrupt:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any) -> None:
-        passed_on = "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self.at < 5
-        if self.signal and not passed_on:  # torchrun sends on what the terminal sent us too
+        # torchrun sends on what the terminal sent us too; that a terminal is gone may be told by
+        # its shell, by the system, and by a logout that ends all
+        repeats = ("TORCHELASTIC_RUN_ID" in os.environ
+                   or getattr(signal, "SIGHUP", None) in (number, self.signal))
+        if self.signal and not (repeats and time.monotonic() - self.at < 5):
             os._exit(128 + number)
         self.signal, self.at = self.signal or number, time.monotonic()
 

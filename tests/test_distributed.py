@@ -253,8 +253,10 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(config, tmp_path):
     assert whole == parts
 
 
-def test_two_agents_meet_by_address_and_a_signal_saves(config, tmp_path):
-    """As on two machines. SIGTERM to one agent stops both at the same update."""
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.skipif(
+    not hasattr(signal, "SIGHUP"), reason="not on Windows"))])
+def test_two_agents_meet_by_address_and_a_signal_saves(config, tmp_path, name):
+    """As on two machines. A signal to one agent stops both at the same update."""
     address = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1",
                f"--master_port={free_port()}")
     script = (str(CLONE / "train.py"), *config, f"--out_dir={tmp_path / 'run'}", "--timeout=60")
@@ -263,7 +265,7 @@ def test_two_agents_meet_by_address_and_a_signal_saves(config, tmp_path):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
               for n in range(2)]
     wait_for(tmp_path / "run" / "log.jsonl", '"step": 7,', agents[0])
-    agents[1].send_signal(signal.SIGTERM)
+    agents[1].send_signal(getattr(signal, name))
     out = [agent.communicate(timeout=90) for agent in agents]
     assert "interrupted at step" in out[0][0], out
     step = int(re.search(r"interrupted at step (\d+), saved", out[0][0])[1])

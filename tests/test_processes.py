@@ -1,5 +1,6 @@
 """Real processes, real signals and the README's commands as written: `pytest -m slow`."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from tests.extras import test_nanogpt_ckpt as nanogpt
 
 CLONE = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
+HANGUPS = [name for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name)]  # not on Windows
 CONFIG = """
 n_layer = 2
 n_head = 2
@@ -90,19 +93,100 @@ def test_kill_9_again_and_again_ends_in_the_weights_of_an_undisturbed_run(comman
     assert not list((tmp_path / "parts" / "ckpt").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_save_and_print_the_command_that_goes_on(command, tmp_path, number, code):
+def heed() -> None:
+    """For preexec_fn: no signal is ignored, however the tests were started."""
+    for name in ("SIGINT", *HANGUPS):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+
+def ignore() -> None:
+    """For preexec_fn: what nohup does, and the same for SIGUSR1."""
+    for name in HANGUPS:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", *HANGUPS])
+def test_signals_save_and_print_the_command_that_goes_on(command, tmp_path, name):
+    number = getattr(signal, name)
     long = [*command("run"), "--max_iters=100000"]
-    process = subprocess.Popen(long, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(long, stdout=subprocess.PIPE, text=True,
+                               preexec_fn=heed if HANGUPS else None)
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(number)
     out = process.communicate(timeout=60)[0]
-    assert process.returncode == code
+    assert process.returncode == 128 + number
     go_on = shlex.split(out.split("Go on with:\n")[1])
     assert go_on[0] == "python" and go_on[-1] == "--max_iters=100000"
     done = subprocess.run([sys.executable, *go_on[1:], "--max_iters=60"], cwd=tmp_path,
                           capture_output=True, text=True)
     assert done.returncode == 0 and "going on" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not HANGUPS, reason="not on Windows")
+def test_under_nohup_it_goes_on_to_the_end(command, tmp_path):
+    process = subprocess.Popen([*command("run"), "--max_iters=100"], stdout=subprocess.PIPE,
+                               text=True, preexec_fn=ignore)
+    for step, name in ((5, "SIGHUP"), (15, "SIGUSR1")):
+        wait_for_step(tmp_path / "run", step, process)
+        process.send_signal(getattr(signal, name))
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and "interrupted" not in out
+    assert (tmp_path / "run" / "ckpt" / "step_000100").is_dir()
+
+
+@pytest.mark.skipif(not HANGUPS, reason="not on Windows")
+@pytest.mark.parametrize("begin, code", [(heed, 129), (ignore, 0)], ids=["heeded", "ignored"])
+def test_a_terminal_that_goes_away(command, tmp_path, begin, code):
+    """Whatever is said from then on is an error of the terminal, and no word may end the run."""
+    import fcntl
+    import termios
+
+    def own_terminal() -> None:
+        begin()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    screen, terminal = os.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # else no bar
+    os.set_blocking(screen, False)
+    process = subprocess.Popen([*command("run"), "--max_iters=600", "--eval_interval=50"],
+                               stdin=terminal, stdout=terminal, stderr=terminal,
+                               start_new_session=True, preexec_fn=own_terminal)
+    os.close(terminal)
+    log, end, seen = tmp_path / "run" / "log.jsonl", time.monotonic() + 120, b""
+    while not (log.exists() and '"step": 120,' in log.read_text()):
+        assert process.poll() is None and time.monotonic() < end, seen
+        with contextlib.suppress(BlockingIOError):  # what nobody reads would hold it up
+            seen += os.read(screen, 65536)
+        time.sleep(0.01)
+    os.close(screen)
+    assert process.wait(120) == code
+    assert b"device:" in seen and b"update/s" in seen
+    last = json.loads(log.read_text().splitlines()[-1])["step"]
+    assert (last == 600) == (code == 0)
+    assert (tmp_path / "run" / "ckpt" / f"step_{last:06d}").is_dir()
+
+
+def test_a_log_has_each_line_when_it_is_said(command, tmp_path):
+    """As of `nohup python train.py > log`, also after kill -9."""
+    with open(tmp_path / "log", "w") as file:
+        process = subprocess.Popen([*command("run"), "--max_iters=100000"], stdout=file,
+                                   env=os.environ | {"PYTHONUNBUFFERED": ""})
+        wait_for_step(tmp_path / "run", 12, process)
+    process.kill()
+    process.wait()
+    said = (tmp_path / "log").read_text()
+    assert "\ndevice: " in "\n" + said and "\nstep 9: " in said
+
+
+def test_a_run_whose_reader_goes_away_goes_on(command, tmp_path):
+    """As with `python train.py | head -1`."""
+    process = subprocess.Popen(command("run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 0 and not process.stderr.read()
+    process.stderr.close()
+    assert (tmp_path / "run" / "ckpt" / "step_000060").is_dir()
 
 
 def test_one_process_a_folder(command, tmp_path):

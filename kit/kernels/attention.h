@@ -53,8 +53,8 @@ static void mix(const W* v, int stride, int n, int D, const float* p, float* y) 
     }
 }
 
-// q (D), keys and values (n, D or, of integers, D + 4) -> y (D); p has room for n + 15. Keys of bf16
-// meet the query in bf16, where the CPU multiplies that.
+// q (D), keys and values (n, D; integers D + 4) -> y (D); p has room for n + 15. Keys of bf16 meet
+// the query in bf16, where the CPU multiplies that.
 template <class X, class W>
 static void attend(const X* q, const W* k, const W* v, int n, int D, float scale, float* p,
                    float* y) {

@@ -1,5 +1,5 @@
 // One step of the GPT for the newest tokens of a few rows, in one call: model.py's forward pass
-// without its head, on all cores. Called from step.py and leaves.py; the structures are in native.py.
+// without its head, on all cores. step.py and leaves.py call it; its structures are in native.py.
 
 #include <new>
 
@@ -120,7 +120,8 @@ struct Step {
 
     void block(Member& me, int layer) {
         const Layer& l = m.layers[layer];
-        const size_t C = this->C, inner = m.n_inner;  // copies, and plain pointers: the compiler may keep them
+        // copies, and plain pointers: the compiler may keep them
+        const size_t C = this->C, inner = m.n_inner;
         float *x = this->x.data(), *a = this->a.data(), *qkv = this->qkv.data();
         auto add_to_x = [=](size_t i, int first, const float* y, int n) {
             for (int o = 0; o < n; o++) x[i * C + first + o] += y[o];
@@ -139,7 +140,8 @@ struct Step {
         });
         me.each(tokens * H, [&](int j) {
             if (cache.kind == F32) look<float, float>(layer, j / H, j % H, me.number);
-            if (cache.kind == BF16 && m.exact) look<float, uint16_t>(layer, j / H, j % H, me.number);
+            if (cache.kind == BF16 && m.exact)
+                look<float, uint16_t>(layer, j / H, j % H, me.number);
             if (cache.kind == INT8 && m.exact) look<float, int8_t>(layer, j / H, j % H, me.number);
             if (cache.kind == BF16 && !m.exact)
                 look<ForBF16, uint16_t>(layer, j / H, j % H, me.number);

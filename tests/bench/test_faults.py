@@ -38,11 +38,12 @@ def campaign(command: list[str], tmp_path: Path) -> tuple[subprocess.CompletedPr
 
 
 def test_nothing_is_lost_and_nothing_is_left(tmp_path):
-    flags = "--kills=2 --damages=4 --signals=2 --full=2".split()
+    flags = "--kills=2 --damages=4 --signals=4 --full=2".split()
     done, rows = campaign(["-m", "bench.faults", *flags], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {fault: row["tried"] for fault, row in rows.items()} == {
         "kill -9 at any moment": 2, "kill -9 at a file event": 2, "SIGTERM": 1, "SIGINT": 1,
+        "SIGHUP": 1, "SIGUSR1": 1,
         "bit flipped": 2, "file truncated": 2, "disk full": 2}
     assert all(row["survived"] == row["tried"] for row in rows.values())
     assert done.stdout.splitlines()[0].split() == "fault tried survived lost of them silent".split()

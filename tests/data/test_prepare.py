@@ -853,6 +853,15 @@ def test_json_lines_may_come_through_a_pipe(data_folder):
     assert Dataset(data_folder / "piped").meta["sources"][0]["documents"] == 3
 
 
+def test_a_line_is_in_the_file_when_it_is_said(tmp_path, monkeypatch):
+    """Whatever the command prints, as data.inspect does."""
+    with open(tmp_path / "log", "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        seen = []
+        command.run(lambda: (print("a line"), seen.append((tmp_path / "log").read_text())), False)
+    assert seen == ["a line\n"]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="a shell's way to close a stream")
 @pytest.mark.parametrize("streams", ("1>&-", "2>&-", "1>&- 2>&-", "| true", "1>/dev/full", "0<&-"))
 def test_streams_that_nobody_reads_stop_nothing(text, data_folder, streams):

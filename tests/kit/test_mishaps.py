@@ -13,19 +13,80 @@ from kit import mishaps
 from kit.errors import UserError
 from train import TrainSettings
 
+NOT_WINDOWS = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="not on Windows")
+OTHERS = ["SIGHUP", "SIGUSR1"]  # a lost terminal, a scheduler's warning
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_the_second_leaves(number, monkeypatch):
-    before = signal.getsignal(number)
-    left = []
-    monkeypatch.setattr(os, "_exit", left.append)
+
+@pytest.fixture
+def left(monkeypatch) -> list[int]:
+    """The exit codes of all that would have left at once."""
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    return codes
+
+
+@pytest.fixture
+def as_at_start():
+    """SIGHUP and SIGUSR1 are not ignored, however these tests were started."""
+    before = {n: signal.signal(n, lambda *_: None)
+              for n in (getattr(signal, name, None) for name in OTHERS) if n}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", *(pytest.param(n, marks=NOT_WINDOWS)
+                                                         for n in OTHERS)])
+def test_the_first_signal_asks_the_second_leaves(name, left, monkeypatch, as_at_start):
+    number = getattr(signal, name)
+    before, now = signal.getsignal(number), [100.0]
+    monkeypatch.setattr("kit.mishaps.time.monotonic", lambda: now[0])
     with mishaps.Interrupt() as interrupt:
         assert interrupt.signal is None
         signal.raise_signal(number)
         assert interrupt.signal == number and not left
+        now[0] += 6
+        signal.raise_signal(number)
+        assert left == [128 + number]
+        now[0] += 6
+        signal.raise_signal(signal.SIGINT)
+        assert left == [128 + number, 130]
+    assert signal.getsignal(number) is before
+
+
+@NOT_WINDOWS
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_was_ignored_stays_ignored(name, as_at_start):
+    """As under nohup."""
+    number = getattr(signal, name)
+    signal.signal(number, signal.SIG_IGN)
+    with mishaps.Interrupt() as interrupt:
+        signal.raise_signal(number)
+        assert interrupt.signal is None
+    assert signal.getsignal(number) == signal.SIG_IGN
+
+
+@NOT_WINDOWS
+@pytest.mark.parametrize("first, second", [("SIGHUP", "SIGHUP"), ("SIGHUP", "SIGTERM"),
+                                           ("SIGTERM", "SIGHUP"), ("SIGINT", "SIGHUP")])
+def test_a_terminal_that_hangs_up_twice_is_nobody_in_a_hurry(first, second, left, as_at_start):
+    """Its shell sends SIGHUP, the system another one; a logout ends in SIGTERM and SIGHUP."""
+    with mishaps.Interrupt() as interrupt:
+        for name in (first, second):
+            signal.raise_signal(getattr(signal, name))
+        assert interrupt.signal == getattr(signal, first) and not left
+
+
+def test_a_system_without_these_signals(monkeypatch, left):
+    """As Windows."""
+    for name in OTHERS:
+        monkeypatch.delattr(signal, name, raising=False)
+    with mishaps.Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.signal == signal.SIGTERM and not left
         signal.raise_signal(signal.SIGINT)
         assert left == [130]
-    assert signal.getsignal(number) is before
 
 
 def test_signals_are_left_alone_off_the_main_thread():

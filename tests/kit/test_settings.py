@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from kit.errors import UserError, run
 from kit.settings import CLONE, at_least, fits, in_range, load, nearest, read_config, spell
@@ -653,3 +654,62 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
     process.stdout.close()
     assert process.wait(30) == 1 and process.stderr.read() == b""
     process.stderr.close()
+
+
+def test_a_line_is_in_the_file_when_it_is_said(monkeypatch, tmp_path):
+    """And not in a buffer until the end, which may be kill -9."""
+    seen = []
+
+    def main(argv: list[str]) -> None:
+        print("first")
+        seen.append((tmp_path / "log").read_text())
+        tqdm.write("second")
+        seen.append((tmp_path / "log").read_text())
+
+    with open(tmp_path / "log", "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        patch.setattr(sys, "argv", ["tool.py"])
+        with pytest.raises(SystemExit):
+            run(main, ())
+    assert seen == ["first\n", "first\nsecond\n"]
+
+
+@pytest.mark.parametrize("error, code", [(None, 129), (UserError("wrong"), 2),
+                                         (KeyboardInterrupt(), 130)])
+def test_the_exit_code_stays_where_nobody_reads(tmp_path, error, code):
+    """Python itself makes it 120 where a stream cannot be flushed in the end."""
+    script = tmp_path / "tool.py"
+    script.write_text(f"""
+import signal, sys
+from kit.distributed import say
+from kit.errors import UserError, run
+def main(argv):
+    sys.stdin.read()  # until the readers are gone
+    print("held back", end="", file=sys.stderr)
+    for word in "abc":
+        say(word)
+    if error := {error!r}:
+        raise error
+    return 129
+run(main, ())
+""")
+    process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | {"PYTHONPATH": str(CLONE), "PYTHONUNBUFFERED": ""})
+    process.stdout.close()
+    process.stderr.close()
+    process.stdin.close()
+    assert process.wait(60) == code
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell's way to close a stream")
+@pytest.mark.parametrize("streams", ["1>&-", "2>&-", "1>&- 2>&-", "1>/dev/full"])
+def test_streams_that_were_closed_change_no_exit_code(tmp_path, streams):
+    script = tmp_path / "tool.py"
+    script.write_text("from kit.distributed import say\nfrom kit.errors import run\n"
+                      "run(lambda argv: say('a line') or len(argv), ())\n")
+    for flags, code in (("", 0), ("--one --two", 2)):
+        done = subprocess.run(["bash", "-c", f"{sys.executable} {script} {flags} {streams}"],
+                              capture_output=True, text=True,
+                              env=os.environ | {"PYTHONPATH": str(CLONE)})
+        assert (done.returncode, done.stderr) == (code, "")

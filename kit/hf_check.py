@@ -17,9 +17,9 @@ from kit import hf_weights
 from kit.errors import UserError
 from model import GPT, GPTConfig
 
-MOST = 256  # tokens whose logits are compared; more would take long on a large model
 TEXT = 4096  # tokens whose ids are compared
-GENERATED = 8  # tokens
+MOST = 128  # of them, whose logits are compared; more would take long on a large model
+PROMPT, GENERATED = 16, 8  # tokens
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def load_there(folder: Path, tokenizer: Tokenizer, text: str) -> tuple[Any, dict
 def generates(there: Any, batch: dict[str, Tensor], model: GPT) -> bool:
     """Whether it continues the beginning of a batch by what the model finds likeliest."""
     size = model.config.block_size
-    T = max(1, min(size, MOST) // 2)
+    T = max(1, min(PROMPT, size // 2))
     length = T + max(1, min(GENERATED, size - T))  # the last one is not read, so it has a place
     out = there.generate(**first(batch, T), top_k=1, max_length=length)
     ours = model(out[:, :-1])[:, T - 1 :]  # of each new token (1, N, V)

@@ -5,13 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data import DataError, read_json
 from data.dataset import Dataset, of_run
 from data.instruct import CHAT_TEMPLATE
 from data.tokenizer import EOT, Tokenizer, from_json
-from kit import hf_tokenizer, hf_weights
+from kit import hf_check, hf_tokenizer, hf_weights
 from kit.checkpoint import imported, trained_with, write_tensors
 from kit.errors import UserError, plain
 from kit.files import replacing_folder, to_text, write_text
@@ -50,7 +48,7 @@ def export_run(run: str | None, folder: Path, step: int | None, overwrite: bool,
         for file, content in texts.items():
             write_text(aside / file, to_text(content))
         write_tensors(aside / "model.safetensors", tensors, like="config.json")
-        worst, library = difference(aside, model)
+        worst, library = hf_check.difference(aside, model, tokenizer, source)
         write_text(aside / "README.md", card(model, tokenizer, state, data, worst, library))
     say(plain(f"{source}, step {state['step']}, written to {folder}: read back by {library}, its "
               f"logits differ by {worst:.1e} at most"))
@@ -82,7 +80,7 @@ def refuse_other(folder: Path, overwrite: bool) -> None:
 def described(model: GPT, tokenizer: Tokenizer, chat: bool) -> dict[str, dict[str, Any]]:
     """The JSON files of an export, by their names."""
     return {"config.json": hf_weights.config_json(model.config, tokenizer.eot),
-            "generation_config.json": generation_config(tokenizer),
+            "generation_config.json": generation_config(tokenizer, model.config.block_size),
             "tokenizer.json": hf_tokenizer.to_hf(tokenizer),
             "tokenizer_config.json": tokenizer_config(tokenizer, model.config.block_size, chat),
             "bonsai.json": {"format": hf_tokenizer.BONSAI_FORMAT,
@@ -90,47 +88,28 @@ def described(model: GPT, tokenizer: Tokenizer, chat: bool) -> dict[str, dict[st
 
 
 def tokenizer_config(tokenizer: Tokenizer, block_size: int, chat: bool) -> dict[str, Any]:
-    """The tokenizer_config.json beside it."""
+    """The tokenizer_config.json beside it.
+
+    Without model_input_names a tokenizer of transformers 4 gives token_type_ids, and GPT-2 adds
+    their embeddings to those of the text. padding_side stays "right", as transformers advise for
+    GPT-2: its positions count the padding on the left, except in `generate`, which asks for that.
+    """
     eot = {} if tokenizer.eot is None else {"bos_token": EOT, "eos_token": EOT, "pad_token": EOT}
     return {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
+            "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False, **eot,
             **({"chat_template": CHAT_TEMPLATE} if chat else {})}
 
 
-def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Drawing as sample.py does, up to the end of the text."""
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
-    return {"do_sample": True, "temperature": 0.8, "top_k": 50, **ends}
+def generation_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
+    """Drawing as sample.py does, up to the end of the text or of the positions.
 
-
-@torch.no_grad()
-def difference(folder: Path, model: GPT) -> tuple[float, str]:
-    """Largest difference of the logits of what was written, and by whom it was read.
-
-    RuntimeError where it is not what it should be.
+    Without max_length a pipeline writes 256 tokens and fails beyond the positions. One of
+    transformers 4 does so with 20, too, which it takes for its own default.
     """
-    config = model.eval().config
-    ids = torch.randint(config.vocab_size, (2, min(config.block_size, 256)),
-                        generator=torch.Generator().manual_seed(0))
-    try:
-        from transformers import GPT2LMHeadModel
-    except ImportError:
-        library, there = "this project (transformers is not installed)", GPT(config)
-        path = folder / "model.safetensors"
-        tensors = hf_weights.headers([path], folder / "config.json", config)
-        read = hf_weights.read(tensors, config)
-        there.load_state_dict(read, strict=config.bias and not config.tie_embeddings)
-        logits = there.eval()(ids)
-    else:
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-        library, there = "transformers", GPT2LMHeadModel.from_pretrained(folder).eval()
-        logits = there(ids).logits.float()
-    worst = (logits - model(ids)).abs().max().item()
-    if not worst < 1e-3 * max(1.0, logits.abs().max().item()):  # NaN is no success
-        raise RuntimeError(f"the logits of {folder} differ by {worst} when {library} reads it")
-    return worst, library
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+    return {"do_sample": True, "temperature": 0.8, "top_k": 50,
+            "max_length": 19 if block_size == 20 else block_size, **ends}
 
 
 def card(model: GPT, tokenizer: Tokenizer, state: dict[str, Any], data: Dataset | None,
@@ -157,12 +136,22 @@ def card(model: GPT, tokenizer: Tokenizer, state: dict[str, Any], data: Dataset 
         notes.append("Before each text stood `<|endoftext|>` in training; begin with it for a text "
                      "of its own. Hugging Face's tokenizers take these characters in a text for "
                      "the special token, the ones that this model was trained with never do.")
+        notes.append('For several prompts at once load the tokenizer with `padding_side="left"`; '
+                     "texts that are only read need their padding on the right.")
     else:
         notes.append("The tokenizer knows the characters of its text; another one is an error.")
     if data and data.is_chat:
         notes.append("A chat goes through `apply_chat_template`. The training encoded role and "
                      "content apart, so content that begins with white space may be cut elsewhere.")
-    return CARD.format(rows=rows, notes="\n".join(f"- {note}" for note in notes))
+    prompt, new = example(tokenizer, c.block_size)
+    return CARD.format(rows=rows, prompt=prompt, new=new, context=c.block_size,
+                       notes="\n".join(f"- {note}" for note in notes))
+
+
+def example(tokenizer: Tokenizer, block_size: int) -> tuple[str, int]:
+    """A prompt that the tokenizer knows, as Python spells it, and how many tokens may follow."""
+    ids = tokenizer.encode("Once upon a time", unknown="skip")[: max(1, block_size // 2)] or [0]
+    return repr(tokenizer.decode(ids)), max(1, min(50, block_size - len(ids)))
 
 
 def cell(value: Any) -> str:
@@ -188,7 +177,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
+batch = tokenizer({prompt}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**batch, max_new_tokens={new})[0]))
 ```
 
+- It has {context} positions for the prompt and the new tokens together, and fails beyond them.
+  Without `max_new_tokens` a text goes on until it ends or the positions do; with it, transformers 5
+  warns of two lengths and takes this one.
 {notes}
 """

@@ -31,7 +31,9 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "importing": {"checkpoint", "finding"}, "hf_weights": {"importing", "loading"},
     "hf": {"checkpoint", "files", "finding", "hf_export", "hf_tokenizer", "hf_weights",
            "importing"},
-    "hf_export": {"checkpoint", "files", "finding", "hf_tokenizer", "hf_weights", "loading"},
+    "hf_export": {"checkpoint", "files", "finding", "hf_check", "hf_tokenizer", "hf_weights",
+                  "loading"},
+    "hf_check": {"hf_weights"},
     "plot": {"files", "finding", "metrics"},
     "writing": {"lookup", "prompts", "sampling"},
     "session": {"sampling", "writing"}, "sampling": {"topk"},
@@ -39,7 +41,7 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "report": {"checkpoint", "device", "distributed", "files", "metrics", "runs", "sampling"},
 }
 # parts of kit/ that are commands: they may import data
-COMMANDS = {"evaluate", "hf", "hf_export", "hf_tokenizer", "hf_weights", "importing",
+COMMANDS = {"evaluate", "hf", "hf_check", "hf_export", "hf_tokenizer", "hf_weights", "importing",
             "plot"}
 
 

@@ -18,21 +18,27 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    pipeline,
+)
 
 from data import DataError
 from data.build import prepare
 from data.dataset import Dataset
 from data.instruct import encode as encode_chat
 from data.tokenizer import from_json, make_tokenizer
-from kit import checkpoint, hf, hf_export, hf_weights
+from kit import checkpoint, hf, hf_export, hf_tokenizer, hf_weights
 from kit.errors import UserError, spell_os_error
 from kit.finding import remember
 from kit.hf import import_model, main, pretrained
 from kit.hf_export import export_run
 from kit.hf_tokenizer import to_hf
 from kit.loading import load_model
-from model import GPT, GPTConfig
+from model import GPT, MLP, CausalSelfAttention, GPTConfig
 
 CLONE = Path(__file__).parents[2]
 BYTE = make_tokenizer("byte")  # 257 ids
@@ -715,12 +721,13 @@ def test_a_wrong_export_is_noticed_and_nothing_is_left(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_without_transformers_this_model_reads_it_back(tmp_path, monkeypatch, shape):
+def test_without_transformers_a_gpt2_of_ours_reads_it_back(tmp_path, monkeypatch, shape):
     monkeypatch.setitem(sys.modules, "transformers", None)
     said: list[str] = []
     export_run(str(ours_saved(tmp_path / "run", our_model(*shape))), tmp_path / "e", None, False,
                said.append)
-    assert "transformers is not installed" in said[0] and "differ by 0.0e+00" in said[0]
+    assert "transformers is not installed" in said[0]
+    assert float(said[0].split("differ by ")[1].split()[0]) < 1e-5
 
 
 @pytest.mark.parametrize("value", (math.nan, math.inf))
@@ -817,6 +824,189 @@ def test_of_a_run_the_best_or_a_step(tmp_path, save):
         export_run(str(tmp_path / "gone"), tmp_path / "e", None, False, quiet)
 
 
+# ------------------------------------------------------------------------------ as others call it
+
+
+def export_of(tmp_path: Path, block_size: int, tokenizer=BYTE) -> Path:
+    model = GPT(replace(our_model(block_size=block_size).config, vocab_size=tokenizer.vocab_size))
+    scramble(model)
+    return export_run(str(ours_saved(tmp_path / "run", model.eval(), tokenizer)), tmp_path / "e",
+                      None, False, quiet)
+
+
+@pytest.mark.parametrize("block_size, length", ((1, 1), (8, 8), (20, 19), (64, 64)))
+def test_the_files_that_decide_what_a_call_computes(tmp_path, block_size, length):
+    """In transformers 4 a tokenizer that names no inputs gives token_type_ids, which GPT-2 adds to
+    its embeddings; a pipeline without a length writes 256 tokens, and in transformers 4 one whose
+    max_length is 20, that version's default, does too."""
+    export = export_of(tmp_path, block_size)
+    assert json.loads((export / "tokenizer_config.json").read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False, "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    assert json.loads((export / "generation_config.json").read_text()) == {
+        "do_sample": True, "temperature": 0.8, "top_k": 50, "max_length": length,
+        "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+
+
+def test_the_same_files_of_characters(tmp_path):
+    export = export_of(tmp_path, 12, make_tokenizer("char", ["To be, or not\n"]))
+    assert json.loads((export / "tokenizer_config.json").read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 12,
+        "model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
+    assert json.loads((export / "generation_config.json").read_text()) == {
+        "do_sample": True, "temperature": 0.8, "top_k": 50, "max_length": 12,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", (8, 20, 64))
+def test_no_call_runs_past_the_positions(tmp_path, block_size):
+    export = export_of(tmp_path, block_size)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export).eval()
+    batch = tokenizer("The", return_tensors="pt")
+    assert batch.keys() == {"input_ids", "attention_mask"}
+    assert torch.equal(model(**batch).logits, model(batch["input_ids"]).logits)
+    write = pipeline("text-generation", model=str(export), tokenizer=str(export))
+    for _ in range(4):  # a text may end early
+        assert 3 < model.generate(**batch).size(1) <= block_size
+        assert write("The")[0]["generated_text"].startswith("The")
+    with pytest.raises(ValueError, match="`max_length` is set to"):  # and no IndexError
+        write("T" * block_size)
+
+
+@torch.no_grad()
+def test_prompts_of_different_lengths_are_padded_on_the_left(tmp_path):
+    """And texts that are only read on the right: GPT-2's own positions count the padding."""
+    export = export_of(tmp_path, 12)
+    model = AutoModelForCausalLM.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    left = AutoTokenizer.from_pretrained(export, padding_side="left")
+    out = model.generate(**left(["To be", "To"], return_tensors="pt", padding=True), top_k=1)
+    alone = model.generate(**tokenizer("To", return_tensors="pt"), top_k=1)
+    new = alone[0, 2:9]
+    assert torch.equal(out[1, 5 : 5 + len(new)], new)
+    batch = tokenizer(["To be", "To"], return_tensors="pt", padding=True)
+    one = model(**tokenizer("To", return_tensors="pt")).logits[0]
+    torch.testing.assert_close(model(**batch).logits[1, :2], one, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_size, text", ((1, None), (2, None), (12, None), (200, None),
+                                              (12, "7'\"\\\n"), (12, "{}"), (2, "Tim Once")))
+def test_the_call_on_the_card_works(tmp_path, monkeypatch, capsys, block_size, text):
+    tokenizer = make_tokenizer("char", [text]) if text else BYTE
+    export = export_of(tmp_path, block_size, tokenizer)
+    _, code, *_ = (export / "README.md").read_text().split("```")
+    monkeypatch.chdir(export)
+    exec(code.removeprefix("python\n"), {})
+    assert capsys.readouterr().out
+
+
+def give_token_types(monkeypatch) -> None:
+    make = hf_export.tokenizer_config
+    monkeypatch.setattr(hf_export, "tokenizer_config", lambda *args: make(*args) | {
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"]})
+
+
+def swap_two_ids(monkeypatch) -> None:
+    def swapped(tokenizer) -> dict:
+        value = to_hf(tokenizer)
+        vocab = value["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        return value
+
+    monkeypatch.setattr(hf_tokenizer, "to_hf", swapped)
+
+
+def penalise(monkeypatch) -> None:
+    make = hf_export.generation_config
+    monkeypatch.setattr(hf_export, "generation_config",
+                        lambda *args: make(*args) | {"repetition_penalty": 90.0})
+
+
+@pytest.mark.parametrize("fault, message", (
+    (give_token_types, "the logits of .* differ by"), (swap_two_ids, "other ids than byte"),
+    (penalise, "generates tokens that are not the likeliest")))
+def test_what_only_a_call_through_the_tokenizer_shows(tmp_path, monkeypatch, fault, message):
+    fault(monkeypatch)
+    with pytest.raises(RuntimeError, match=message):
+        export_of(tmp_path, 64)
+    assert not (tmp_path / "e").exists() and not [*tmp_path.glob(".tmp*")]
+
+
+# -------------------------------------------------------------------------------- an edited model
+
+
+def edit_init(monkeypatch, part: type, change) -> None:
+    """As if a line at the end of the __init__ of a part of model.py had been added."""
+    init = part.__init__
+
+    def edited(self, config, *args):
+        init(self, config, *args)
+        change(self, config)
+
+    monkeypatch.setattr(part, "__init__", edited)
+
+
+def with_norm_of_queries(attention, config) -> None:
+    attention.q_norm = torch.nn.RMSNorm(config.n_embd)
+
+
+def eight_times_as_wide(mlp, config) -> None:
+    mlp.c_fc = torch.nn.Linear(config.n_embd, 8 * config.n_embd, bias=config.bias)
+    mlp.c_proj = torch.nn.Linear(8 * config.n_embd, config.n_embd, bias=config.bias)
+
+
+@pytest.mark.parametrize("part, change, message", (
+    (CausalSelfAttention, with_norm_of_queries,
+     r"h\.0\.attn\.q_norm\.weight is \(16,\) here, and absent in a GPT-2"),
+    (MLP, eight_times_as_wide, r"h\.0\.mlp\.c_fc\.bias is \(128,\) here, and \(64,\) in a GPT-2"),
+    (GPT, lambda model, config: setattr(model, "ln_f", torch.nn.Identity()),
+     r"ln_f\.weight is absent here, and \(16,\) in a GPT-2"),
+))
+def test_an_edited_model_with_other_weights_is_refused(tmp_path, monkeypatch, part, change,
+                                                       message):
+    edit_init(monkeypatch, part, change)
+    ours_saved(tmp_path / "run", our_model())
+    with pytest.raises(UserError, match=f"run: {message}.*transformers cannot run it") as caught:
+        export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "e").exists() and not [*tmp_path.glob(".tmp*")]
+
+
+@pytest.mark.parametrize("library", ("transformers", "none"))
+@pytest.mark.parametrize("edit", (
+    lambda patch: patch.setattr(MLP, "forward", lambda mlp, x: mlp.c_proj(mlp.c_fc(x).relu())),
+    lambda patch: edit_init(patch, GPT, lambda model, config: setattr(
+        model.h[0], "ln_1", torch.nn.LayerNorm(config.n_embd, eps=0.1))),
+    lambda patch: edit_init(patch, GPT, lambda model, config: setattr(
+        model, "ln_f", torch.nn.RMSNorm(config.n_embd))),
+), ids=("relu", "eps", "rms"))
+def test_an_edited_model_that_computes_something_else_is_refused(tmp_path, monkeypatch, edit,
+                                                                 library):
+    """Also without transformers, where this model would agree with itself."""
+    if library == "none":
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    edit(monkeypatch)
+    ours_saved(tmp_path / "run", our_model())
+    with pytest.raises(UserError, match="run: the exported logits differ by .* from the model's, "
+                       r"so model\.py is not GPT-2 any more; transformers cannot run it") as caught:
+        export_run(str(tmp_path / "run"), tmp_path / "e", None, False, quiet)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "e").exists() and not [*tmp_path.glob(".tmp*")]
+
+
+def test_biases_in_some_layers_alone_are_a_gpt2(tmp_path, monkeypatch):
+    edit_init(monkeypatch, CausalSelfAttention, lambda attention, config: setattr(
+        attention, "c_attn", torch.nn.Linear(config.n_embd, 3 * config.n_embd)))
+    ours = our_model(bias=False)
+    export = export_run(str(ours_saved(tmp_path / "run", ours)), tmp_path / "e", None, False, quiet)
+    theirs, ids = AutoModelForCausalLM.from_pretrained(export).eval(), some_ids(12)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+
 # ------------------------------------------------------------------------------------- the commands
 
 
@@ -840,7 +1030,7 @@ def test_training_imports_no_export():
 
 def test_nothing_heavy_is_imported_before_it_is_needed():
     heavy = {"huggingface_hub", "tokenizers", "transformers", "lm_eval", "tiktoken", "datasets"}
-    for name in ("hf", "hf_weights", "hf_tokenizer", "hf_export"):
+    for name in ("hf", "hf_weights", "hf_tokenizer", "hf_export", "hf_check"):
         tree = ast.parse((CLONE / "kit" / f"{name}.py").read_text(encoding="utf-8"))
         for node in tree.body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [

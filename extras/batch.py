@@ -12,15 +12,16 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from extras.row import Group, Row, groups_of
+from kit.device import device_of
 from kit.kernels.leaves import FEW, NativeLinear
 from kit.sampling import Sampler
+from kit.window import CHUNK
 from model import GPT, KVCache
 
 log = logging.getLogger(__name__)
@@ -29,19 +30,19 @@ ALONE = 2**33  # multiplications up to which one thread reads a prompt: where ot
 # processor too, each time that PyTorch's threads meet costs a time slice
 
 
-def blank(k: Tensor, rows: int, length: int) -> Tensor:
-    """Zeros like k (L, B, H, S, D) for more rows and positions.
+def blank(x: Tensor, rows: int, length: int) -> Tensor:
+    """Zeros like x (B, H, S, D) for more rows and positions.
 
     On a CPU the system gives this memory page by page as it is written to: short texts take little.
     """
-    shape = (k.size(0), rows, k.size(2), length, k.size(4))
-    if k.device.type != "cpu":
-        return k.new_zeros(shape)
+    shape = (rows, x.size(1), length, x.size(3))
+    if x.device.type != "cpu":
+        return x.new_zeros(shape)
     try:
-        memory = mmap.mmap(-1, math.prod(shape) * k.itemsize)
+        memory = mmap.mmap(-1, math.prod(shape) * x.itemsize)
     except OSError as e:
         raise MemoryError from e
-    return torch.frombuffer(memory, dtype=k.dtype).view(shape)
+    return torch.frombuffer(memory, dtype=x.dtype).view(shape)
 
 
 def choose(sampler: Sampler, logits: Tensor
@@ -63,10 +64,11 @@ class Batch:
 
     def __init__(self, model: GPT, tokenizer: Any, most: int, threads: int,
                  pull: Callable[[], Row | None]):
-        self.model, self.tokenizer, self.most, c = model, tokenizer, most, model.config
-        self.pull, self.device, self.size = pull, model.wte.weight.device, model.config.block_size
-        self.macs = (12 * c.n_layer * c.n_embd + c.vocab_size) * c.n_embd  # of a token
-        native = isinstance(model.lm_head, NativeLinear)  # whose threads wait for none put aside
+        self.model, self.tokenizer, self.most = model, tokenizer, most
+        self.pull, self.device, self.size = pull, device_of(model), model.config.block_size
+        self.macs = sum(m.in_features * m.out_features for m in model.modules()
+                        if hasattr(m, "in_features"))  # multiplications of a token
+        native = any(isinstance(m, NativeLinear) for m in model.modules())  # waits for no thread
         self.threads = threads if native or self.macs > 2**23 else 1
         self.took, self.tokens = 0.0, 0  # seconds of the last step; written in all
         self.clear()
@@ -106,7 +108,7 @@ class Batch:
         cache.pos = held[0] if alike else torch.tensor(held, device=self.device)
         ids = torch.tensor([row.ids[-1:] for row in rows], device=self.device)
         torch.set_num_threads(self.threads)
-        logits = self.model.lm_head(self.model.hidden(ids, cache)[:, -1]).float()
+        logits = self.model.logits(self.model.hidden(ids, cache)[:, -1]).float()
         torch.set_num_threads(1)
         for row in rows:
             row.held += 1
@@ -138,8 +140,8 @@ class Batch:
             last = self.rows.pop()
             if last is not row:
                 self.rows[i] = last
-                for held in (self.store.k, self.store.v):
-                    held[:, i, :, : last.held] = held[:, len(self.rows), :, : last.held]
+                for held in self.store.k + self.store.v:
+                    held[i, :, : last.held] = held[len(self.rows), :, : last.held]
             self.show()
             if going:
                 self.again.append(row)
@@ -147,22 +149,26 @@ class Batch:
     def join(self, row: Row, cache: KVCache) -> None:
         """Put a row that has been read into the store."""
         n = len(self.rows)
-        if self.store is None or n == self.store.k.size(1):
-            store, rows = copy.copy(cache), min(max(1, 2 * n), self.most)
-            store.k, store.v = (blank(old, rows, self.size) for old in (cache.k, cache.v))
+        if self.store is None or n == self.store.batch_size:
+            store, old = copy.copy(cache), self.store
+            store.batch_size, store.length = min(max(1, 2 * n), self.most), self.size
+            store.k, store.v = ([blank(x, store.batch_size, self.size) for x in held]
+                                for held in (cache.k, cache.v))
             if n:
                 end = max(row.held for row in self.rows)
-                store.k[:, :n, :, :end] = self.store.k[..., :end, :]
-                store.v[:, :n, :, :end] = self.store.v[..., :end, :]
+                for new, held in zip(store.k + store.v, old.k + old.v, strict=True):
+                    new[:n, :, :end] = held[:, :, :end]
             self.store, self.cache = store, copy.copy(store)
-        self.store.k[:, n, :, : row.held] = cache.k[:, 0, :, : row.held]
-        self.store.v[:, n, :, : row.held] = cache.v[:, 0, :, : row.held]
+        for held, new in zip(self.store.k + self.store.v, cache.k + cache.v, strict=True):
+            held[n, :, : row.held] = new[0, :, : row.held]
         self.rows.append(row)
         self.show()
 
     def show(self) -> None:  # the rows in use have changed
         n, self.groups = len(self.rows), None
-        self.cache.k, self.cache.v = self.store.k[:, :n], self.store.v[:, :n]
+        self.cache.batch_size = n
+        self.cache.k = [x[:n] for x in self.store.k]
+        self.cache.v = [x[:n] for x in self.store.v]
 
     def read_on(self) -> bool:
         """Read a piece of a prompt; False: there is none to read."""
@@ -184,44 +190,41 @@ class Batch:
     def read(self, row: Row) -> Iterator[None]:
         """Read its window in pieces; if it is new, choose a token; let it join."""
         new = not row.written
-        if not new:  # the window was full: its newer half stays, as with model.Window
+        if not new:  # the window was full: its newer half stays, as with kit.window.Window
             row.ids = row.ids[-max(1, self.size // 2) :]
         ids = row.ids[:] if new else row.ids[:-1]  # the newest is what the next step reads
         if new and self.latest and self.latest[0] == ids:  # another text from the same prompt
             _, cache, x = self.latest
         else:
-            cache, x = self.model.new_cache(1, max(1, len(ids))), None
-            if ids:
-                x = yield from self.hidden(torch.tensor([ids], device=self.device), cache)
+            cache = self.model.new_cache(1, max(1, len(ids)))
+            some = ids or row.ids[:1]  # a cache knows its shape once it has read something
+            x = yield from self.hidden(torch.tensor([some], device=self.device), cache)
+            cache.trim(len(ids))
         row.held = len(ids)
         if new:
             self.latest = ids, cache, x
-            self.write(self.model.lm_head(x).float(), groups_of([row], self.device))
+            self.write(self.model.logits(x).float(), groups_of([row], self.device))
         if row.job.ended is None and row.held == self.size:
             self.again.append(row)
         elif row.job.ended is None:
             self.join(row, cache)
 
     def hidden(self, idx: Tensor, cache: KVCache) -> Generator[None, None, Tensor]:
-        """GPT.hidden of the last of idx (1, T), bit for bit -> (1, C); by layers if it is long.
-
-        It repeats what model.py does, to pause between two layers. Where the two do not agree any
-        more, test_a_prompt_in_pieces_is_the_prompt of tests/extras/test_engine.py fails.
-        """
+        """GPT.hidden of the last of idx (1, T), bit for bit -> (1, C); by layers if it is long."""
         model = self.model
-        for part in idx.split(GPT.CHUNK, dim=1):
+        for part in idx.split(CHUNK, dim=1):
             T = part.size(1)
             if self.device.type != "cpu" or T <= FEW:
                 x = model.hidden(part, cache)
                 continue
             threads = self.threads if self.macs * T > ALONE else 1
-            pos, mask = cache.positions(T), cache.mask(T)
-            x = model.wte(part) + model.wpe(pos)
-            for layer, block in enumerate(model.h):
+            layers, state = model.layers(part, cache), None
+            while True:
                 torch.set_num_threads(threads)
-                x = block(x, pos, mask, partial(cache.append, layer))
+                state = next(layers, None)
                 torch.set_num_threads(1)
+                if state is None:
+                    break
+                x = state
                 yield
-            cache.advance(T)
-            x = model.ln_f(x)
         return x[:, -1]

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch import nn
 
 from kit.errors import UserError
 from model import GPT
@@ -73,6 +74,11 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device | str = "cpu", n: in
     start = time.perf_counter()
     (a @ b).sum().item()
     return time.perf_counter() - start
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the parameters of a model are."""
+    return next(model.parameters()).device
 
 
 def flops_per_token(model: GPT) -> int:
@@ -142,7 +148,7 @@ def compile_model(model: GPT, wanted: bool | str,
 
     auto compiles on CUDA only: on a CPU it takes 17-35 s that a small run does not get back.
     """
-    device = model.wte.weight.device
+    device = device_of(model)
     if wanted is False or (wanted == "auto" and device.type != "cuda"):
         return "off"
 

@@ -18,12 +18,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kit.checkpoint import WEIGHTS, check, trained_with
-from kit.device import DTYPES, autocast, choose_device, choose_dtype, name_of, prepare_device
+from kit.device import (
+    DTYPES,
+    autocast,
+    choose_device,
+    choose_dtype,
+    device_of,
+    name_of,
+    prepare_device,
+)
 from kit.distributed import Ranks, say
 from kit.errors import UserError, plain, run
 from kit.finding import WORDS, find_checkpoint, find_run, same_tokenizer
 from kit.loading import load_model, load_weights
-from model import GPT, ChunkedCrossEntropy
+from model import GPT
 
 Batch = tuple[np.ndarray, np.ndarray]  # x, y: int64 (B, T), y = -1 where there is no target
 
@@ -41,7 +49,7 @@ def evaluate(model: GPT, batches: Iterable[Batch], byte_lengths: np.ndarray, sep
     loss and perplexity, but not in bits per byte, so that tokenizers can be compared. `add` sums
     over the ranks that share the batches. loss: in the place of GPT.loss.
     """
-    device, was_training = model.wte.weight.device, model.training
+    device, was_training = device_of(model), model.training
     hidden = getattr(model, "hidden_apart", model.hidden)  # see Ranks.place
     loss_of = loss or getattr(model, "loss_apart", model.loss)
     lengths = torch.from_numpy(byte_lengths).to(device)
@@ -147,7 +155,7 @@ def added_in_double(loss: Callable[..., tuple[Tensor, Tensor]], x: Tensor,
                     targets: Tensor) -> tuple[Tensor, Tensor]:
     """`GPT.loss`, but its sum is exact for any number of rows: chunks are added in float64."""
     x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)
-    rows = ChunkedCrossEntropy.rows(x.device.type, torch.float32, 1)
+    rows = 256 if x.device.type == "cpu" else 2048  # as many as its logits are made of at once
     parts = [loss(*some)[0] for some in zip(x.split(rows), targets.split(rows), strict=True)]
     return torch.stack(parts).cpu().double().sum(), (targets >= 0).sum()
 

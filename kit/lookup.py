@@ -5,7 +5,7 @@ reads it in one pass, which costs little more than one token where weights are r
 The sampler then chooses each token from the model's own logits, as without a draft, and as long as
 it chooses what the draft says the next logits are there already. So the text has the same
 distribution and, where logits do not depend on how many tokens go through the model at once (see
-kit/kernels), it is to the last token that of GPT.generate with the same seed.
+kit/kernels), it is to the last token that of kit.window.steps with the same seed.
 
 The idea: Prompt Lookup Decoding (github.com/apoorvumang/prompt-lookup-decoding), which is an
 n-gram for the draft model of Speculative Decoding (arXiv 2211.17192).
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kit.kernels import FEW
-from model import GPT, Window
+from kit.window import Window
+from model import GPT
 
 MOST = FEW - 1  # tokens of a draft: with the one before it, what one step of native code takes
 
@@ -64,17 +65,16 @@ class Draft:
 
 
 @torch.inference_mode()
-def generate(model: GPT, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], *,
-             lookup: int, context_keep: int | None = None
-             ) -> Generator[Tensor, Tensor | None, None]:
-    """GPT.generate for one prompt idx (1, T), with drafts of at most `lookup` tokens."""
+def steps(model: GPT, idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], *,
+          lookup: int, context_keep: int | None = None) -> Generator[Tensor, Tensor | None, None]:
+    """kit.window.steps for one prompt idx (1, T), with drafts of at most `lookup` tokens."""
     if len(idx) != 1 or not 1 <= lookup <= MOST:
         raise ValueError(f"{len(idx)} rows, lookup={lookup}: expected one row, 1 to {MOST}")
     window, size = Window(model, idx, context_keep=context_keep), model.config.block_size
     text, drafted, left = Draft(idx[0].tolist(), lookup), [], max_new_tokens
     states = window.x[:, None]  # (1, 1 + drafted, C): of the newest token and of its draft
     while left > 0:
-        logits = model.lm_head(states).float()
+        logits = model.logits(states).float()
         for right in range(len(drafted) + 1):
             ids = choose(logits[:, right])
             left -= 1

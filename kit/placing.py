@@ -24,7 +24,7 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
                             f"not {device.type}, and without --dtype=float16")
         auto = torch.bfloat16 if device.type == "cuda" else torch.float32
         model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
-        return name_of(model.wte.weight.dtype)
+        return name_of(next(model.parameters()).dtype)
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     asked = s.quantize if s.quantize != "none" else s.dtype
     weights = asked if asked != "auto" else "bfloat16" if large and s.compile else "float32"

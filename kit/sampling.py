@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kit.topk import likeliest
+from kit.window import steps
 
 WIDE = 64  # ids of a block that `draw_from_all` adds up
 MAX = torch.finfo(torch.float32).max
@@ -216,7 +217,7 @@ def write_text(model: Any, tokenizer: Any, start: list[int], end: int | None, se
                max_new_tokens: int = 300) -> str:
     """What a model writes after the ids `start`, up to the id `end` where that is one."""
     device, choose = next(model.parameters()).device, Sampler([seed], temperature=0.8, top_k=50)
-    new = model.eval().generate(torch.tensor([start], device=device), max_new_tokens, choose)
+    new = steps(model.eval(), torch.tensor([start], device=device), max_new_tokens, choose)
     ids = takewhile(lambda id: id != end, map(int, new))
     return tokenizer.decode(ids if end is None else [*start, *ids])
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from kit.device import device_of
 from kit.errors import UserError
 from kit.sampling import TextStream, start_ids
+from kit.window import Window
 from kit.writing import make_sampler
-from model import Window
 
 HELP = """\
 a line            is added to the text, and the model goes on from there
@@ -133,7 +134,7 @@ class Session:
             if self.interrupted or text.stream.stopped:
                 break
             self.read()
-            id = int(sampler(self.model.lm_head(self.window.x).float()))
+            id = int(sampler(self.model.logits(self.window.x).float()))
             if self.question is not None and id == self.tokenizer.eot:
                 self.answered = True
                 break
@@ -150,7 +151,7 @@ class Session:
 
     def read(self) -> None:
         """What is pending goes through the model."""
-        new = torch.tensor([self.pending], dtype=torch.int64, device=self.model.wte.weight.device)
+        new = torch.tensor([self.pending], dtype=torch.int64, device=device_of(self.model))
         if self.window is None:
             self.window = Window(self.model, new, context_keep=self.s.context_keep)
         elif self.pending:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from kit import lookup
+from kit import lookup, window
+from kit.device import device_of
 from kit.prompts import Prompt
 from kit.sampling import Choice, Sampler, TextStream
 
@@ -75,7 +76,7 @@ def write_batch(model: Any, tokenizer: Any, rows: list[Row], s: Any) -> Iterator
 
     A row that has ended leaves at once. One row alone is written with drafts, if s.lookup says so.
     """
-    device, size = model.wte.weight.device, model.config.block_size
+    device, size = device_of(model), model.config.block_size
     sampler = make_sampler(s, [r.seed for r in rows], [r.prompt.ids for r in rows], s.logprobs)
     prompts = [r.prompt.ids[-size:] for r in rows if r.sample == rows[0].sample]
     lengths = torch.tensor([len(ids) for ids in prompts])
@@ -83,12 +84,12 @@ def write_batch(model: Any, tokenizer: Any, rows: list[Row], s: Any) -> Iterator
     for row, ids in zip(idx, prompts, strict=True):
         row[: len(ids)] = torch.tensor(ids)
     if s.lookup and len(rows) == 1:
-        steps = lookup.generate(model, idx.to(device), rows[0].limit, sampler, lookup=s.lookup,
-                                context_keep=s.context_keep)
+        steps = lookup.steps(model, idx.to(device), rows[0].limit, sampler, lookup=s.lookup,
+                             context_keep=s.context_keep)
     else:
-        steps = model.generate(idx.to(device), max(r.limit for r in rows), sampler,
-                               num_samples=len(rows) // len(prompts), lengths=lengths.to(device),
-                               context_keep=s.context_keep)
+        steps = window.steps(model, idx.to(device), max(r.limit for r in rows), sampler,
+                             num_samples=len(rows) // len(prompts), lengths=lengths.to(device),
+                             context_keep=s.context_keep)
     ids = next(steps)
     while True:
         for row, id in zip(rows, ids.tolist(), strict=True):

@@ -1,15 +1,22 @@
 """The model against its contracts: causality, the cache, the loss, GPT-2's numbers."""
 
+import json
 import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from kit.device import flops_per_token
-from model import GPT, ChunkedCrossEntropy, GPTConfig, KVCache, Window, attend, dropout
+from model import GPT, GPTConfig, KVCache
 
 LOGN = ["off", "fixed", "clipped", "learned"]
 T = 16
@@ -25,10 +32,6 @@ def make(attn_logn="off", **changes) -> GPT:
 
 def tokens(rows: int, n: int = T, seed: int = 1) -> torch.Tensor:
     return torch.randint(61, (rows, n), generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(-1)
 
 
 def run_in_chunks(model: GPT, idx: torch.Tensor, cuts: list[int]) -> torch.Tensor:
@@ -147,23 +150,6 @@ def test_a_token_changes_nothing_before_it(logn, path, at):
     assert not torch.equal(a[:, at:], b[:, at:])
 
 
-@pytest.mark.parametrize("T, S, masked", [(16, 16, False), (5, 16, True), (1, 16, False),
-                                          (256, 256, False), (600, 600, False)])
-def test_attention_by_products_is_that_of_the_fused_kernel(T, S, masked):
-    """The bf16 path of a CPU against fp32: same values within bf16, same gradients."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 8).bfloat16() for n in (T, S, S))
-    mask = torch.ones(T, S, dtype=torch.bool).tril(S - T) if masked else None
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        y = attend(*leaves, mask, 0.0)
-        assert y.dtype == dtype
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize("at", [0, 7, 15])
 def test_causality_in_bf16(at):
     model, idx = make(), tokens(2)
@@ -172,13 +158,6 @@ def test_causality_in_bf16(at):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         a, b = model(idx), model(changed)
     assert torch.equal(a[:, :at], b[:, :at]) and not torch.equal(a[:, at:], b[:, at:])
-
-
-def test_attention_dropout_acts_on_each_path():
-    torch.manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float32):
-        q, k, v = (torch.randn(1, 2, 16, 8, dtype=dtype) for _ in range(3))
-        assert not torch.equal(attend(q, k, v, None, 0.5), attend(q, k, v, None, 0.0))
 
 
 def test_positions_beyond_the_context_are_refused():
@@ -243,7 +222,7 @@ def test_cache_expand_select_and_put():
 
 
 def test_cache_is_a_plain_number_while_rows_agree():
-    cache = KVCache(make().config, batch_size=3)
+    cache = KVCache(2, batch_size=3)
     cache.advance(6)
     cache.trim(torch.tensor([4, 4, 4]))
     assert cache.pos == 4 and cache.positions(2).tolist() == [4, 5]
@@ -254,7 +233,7 @@ def test_cache_is_a_plain_number_while_rows_agree():
 def test_cache_that_is_too_short_says_so():
     model = make()
     with pytest.raises(ValueError, match="room for 4.*5"):
-        model(tokens(1, 5), cache=KVCache(model.config, length=4))
+        model(tokens(1, 5), cache=KVCache(2, length=4))
 
 
 # -------------------------------------------------------------------------------------- log n
@@ -290,37 +269,6 @@ def test_learned_scale_is_trained():
 # --------------------------------------------------------------------------------------- loss
 
 
-@pytest.mark.parametrize("rows", [1, 7, 1024])
-def test_chunked_loss_and_its_gradients_are_those_of_the_library(rows, monkeypatch):
-    monkeypatch.setattr(ChunkedCrossEntropy, "rows", lambda *_: rows)
-    torch.manual_seed(0)
-    x, w = torch.randn(40, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)
-    y = torch.randint(-1, 13, (40,))
-    ours = ChunkedCrossEntropy.apply(x, w, y, True)
-    got = torch.autograd.grad(ours * 0.3, (x, w))
-    theirs = F.cross_entropy(x @ w.T, y, ignore_index=-1, reduction="sum")
-    want = torch.autograd.grad(theirs * 0.3, (x, w))
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(got, want)
-    with torch.no_grad():
-        torch.testing.assert_close(ChunkedCrossEntropy.apply(x, w, y, False), theirs)
-
-
-def test_full_logits_never_exist(monkeypatch):
-    monkeypatch.setattr(ChunkedCrossEntropy, "rows", lambda *_: 8)
-    largest = 0
-    real = F.log_softmax
-
-    def spy(logits, **kwargs):
-        nonlocal largest
-        largest = max(largest, len(logits))
-        return real(logits, **kwargs)
-
-    monkeypatch.setattr(F, "log_softmax", spy)
-    make()(tokens(2), tokens(2, seed=2))[0].backward()
-    assert largest == 8
-
-
 def test_a_batch_without_targets_adds_nothing():
     model = make()
     loss, n = model(tokens(2), torch.full((2, T), -1))
@@ -352,176 +300,11 @@ def test_bf16_autocast_stays_near_fp32():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_chunks_keep_the_logits_small_and_fp32_as_it_was():
-    """Bits of an fp32 run depend on its chunks, so they never change on a CPU."""
-    for V in (65, 4096, 50257):
-        assert ChunkedCrossEntropy.rows("cpu", torch.float32, V) == 256
-        assert ChunkedCrossEntropy.rows("cpu", torch.bfloat16, V) * V <= max(2**20, 256 * V)
-        assert ChunkedCrossEntropy.rows("cuda", torch.bfloat16, V) == 2048
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 5, 11), (64, 129)])
-@pytest.mark.parametrize("p", [1e-4, 0.2, 0.5, 0.999])
-def test_dropout_from_random_bytes(shape, p):
-    """Kept values are scaled so that the mean stays, as often as asked, and gradients follow."""
-    torch.manual_seed(3)
-    x = torch.ones(400, *shape, dtype=torch.bfloat16, requires_grad=True)
-    y = dropout(x, p, True)
-    y.sum().backward()
-    assert y.shape == x.shape and y.dtype == x.dtype and torch.equal(x.grad, y)
-    share = (y == 0).float().mean().item()
-    n, want = y.numel(), min(max(round(256 * p), 1), 255) / 256
-    assert abs(want - p) <= 1 / 256 and abs(share - want) < 5 * math.sqrt(want * (1 - want) / n)
-    kept = y[y != 0].float()
-    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - want)), rtol=4e-3, atol=0)
-    torch.manual_seed(3)
-    assert torch.equal(dropout(x, p, True), y) and not torch.equal(dropout(x, p, True), y)
-    assert dropout(x, p, False) is x and dropout(x, 0.0, True) is x
-
-
-def test_dropout_of_neighbours_is_independent():
-    torch.manual_seed(0)
-    kept = (dropout(torch.ones(2**20, dtype=torch.bfloat16), 0.25, True) != 0).double()
-    for lag in (1, 2, 7, 8, 9, 64):
-        both = (kept[lag:] * kept[:-lag]).mean().item()
-        assert abs(both - 0.75**2) < 5e-3, lag
-
-
-def test_dropout_in_fp32_is_the_librarys():
-    x = torch.randn(50, 7)
-    torch.manual_seed(1)
-    want = F.dropout(x, 0.3, True)
-    torch.manual_seed(1)
-    assert torch.equal(dropout(x, 0.3, True), want)
-
-
 def test_dropout_is_off_when_evaluating_and_on_when_training():
     model, idx = make(dropout=0.5), tokens(2)
     assert torch.equal(model(idx), model(idx))
     model.train()
     assert not torch.equal(model(idx), model(idx))
-
-
-# ----------------------------------------------------------------------------------- generate
-
-
-def listed(steps) -> list[list[int]]:
-    """Rows of ids from the steps that generate yields."""
-    return [list(row) for row in zip(*(s.tolist() for s in steps), strict=True)]
-
-
-@pytest.mark.parametrize("logn", LOGN)
-@pytest.mark.parametrize("keep", [None, 1, 3, T - 1])
-def test_with_and_without_cache_far_past_the_window(logn, keep):
-    model, idx = make(logn), tokens(2, 5)
-    a = listed(model.generate(idx, 5 * T, greedy, context_keep=keep))
-    b = listed(model.generate(idx, 5 * T, greedy, context_keep=keep, use_cache=False))
-    assert a == b == [by_the_rule(model, row.tolist(), 5 * T, keep) for row in idx]
-
-
-def by_the_rule(model, seen: list[int], n: int, keep: int | None) -> list[int]:
-    """Greedy text without cache or Window: a full window is cut to its newest `keep` tokens."""
-    new = []
-    for _ in range(n):
-        new.append(int(model(torch.tensor([seen]))[0, -1].argmax()))
-        seen = [*seen, new[-1]]
-        if len(seen) > T:
-            seen = seen[-(keep or T // 2) :]
-    return new
-
-
-def test_a_row_that_ends_leaves_and_the_others_go_on_as_alone():
-    model, idx, lengths = make(), tokens(4, 9), torch.tensor([1, 5, 9, 4])
-    alone = [listed(model.generate(idx[i : i + 1, :n], 3 * T, greedy))[0]
-             for i, n in enumerate(lengths)]
-    ends, rows, got = [2 * T, 3, 3 * T, 3], [0, 1, 2, 3], [[], [], [], []]
-    steps = model.generate(idx, 3 * T, greedy, lengths=lengths)
-    ids = next(steps)
-    while rows:
-        for row, id in zip(rows, ids.tolist(), strict=True):
-            got[row].append(id)
-        left = [i for i, row in enumerate(rows) if len(got[row]) < ends[row]]
-        rows = [rows[i] for i in left]
-        try:
-            ids = steps.send(torch.tensor(left, dtype=torch.int64))
-        except StopIteration:
-            break
-    assert not rows and got == [row[:n] for row, n in zip(alone, ends, strict=True)]
-
-
-@pytest.mark.parametrize("pieces", [[3, 4], [1, 1, 9, 2], [T], [2, T - 1, 5], [5, 3 * T, 1]])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_window_reads_on_in_pieces(pieces, use_cache):
-    """What is too much for the window goes by the rule: the newest context_keep, or what came."""
-    model, ids, keep = make(), tokens(1, sum(pieces)), T // 2
-    first, *others = ids.split(pieces, dim=1)
-    window = Window(model, first, use_cache=use_cache)
-    seen = first[:, -T:]
-    for new in others:
-        window.append(new)
-        fits = seen.size(1) + new.size(1) <= T
-        seen = torch.cat([seen, new], 1)[:, -(T if fits else max(keep, min(new.size(1), T))) :]
-        assert torch.allclose(model.lm_head(window.x), model(seen)[:, -1], atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, T])
-def test_a_long_prompt_is_read_in_chunks(chunk, monkeypatch):
-    monkeypatch.setattr(GPT, "CHUNK", chunk)
-    model, idx, lengths = make(), tokens(3, T), torch.tensor([1, 5, T])
-    assert torch.allclose(model(idx, cache=model.new_cache(3)), model(idx), atol=1e-5)
-    x = Window(model, idx, lengths).x
-    for i, n in enumerate(lengths):
-        assert torch.allclose(x[i], model.hidden(idx[i : i + 1, :n])[0, -1], atol=1e-5)
-
-
-def test_ragged_prompts_give_each_row_what_it_gets_alone():
-    model, idx, lengths = make(), tokens(3, 9), torch.tensor([1, 5, 9])
-    together = listed(model.generate(idx, 3 * T, greedy, lengths=lengths))
-    alone = [listed(model.generate(idx[i : i + 1, :n], 3 * T, greedy))[0]
-             for i, n in enumerate(lengths)]
-    assert together == alone
-
-
-def test_a_long_prompt_keeps_its_newest_tokens():
-    model, idx = make(), tokens(1, 3 * T)
-    assert listed(model.generate(idx, 4, greedy)) == listed(
-        model.generate(idx[:, -T:], 4, greedy))
-
-
-def test_samples_share_one_prefill(monkeypatch):
-    model, idx, fed = make(), tokens(2, 6), []
-    real = GPT.hidden
-    monkeypatch.setattr(GPT, "hidden", lambda self, x, cache=None:
-                        (fed.append(tuple(x.shape)), real(self, x, cache))[1])
-    rows = listed(model.generate(idx, 3, greedy, num_samples=2))
-    assert fed == [(1, 6), (1, 6), (4, 1), (4, 1)]  # a CPU reads each by itself
-    assert rows[0] == rows[1] and rows[2] == rows[3]
-
-
-def test_full_windows_are_cut_to_the_newest_and_read_again(monkeypatch):
-    """The rule itself: with keep=3, the token after a full window sees 2 old tokens."""
-    model, seen = make(), []
-    real = GPT.hidden
-    monkeypatch.setattr(GPT, "hidden", lambda self, x, cache=None:
-                        (seen.append(x[0].tolist()), real(self, x, cache))[1])
-    idx = tokens(1, T)
-    new = listed(model.generate(idx, 3, greedy, context_keep=3, use_cache=False))[0]
-    assert seen == [idx[0].tolist(), idx[0, -2:].tolist() + new[:1],
-                    idx[0, -2:].tolist() + new[:2]]
-
-
-@pytest.mark.parametrize("keep", [0, T, -1])
-def test_context_keep_out_of_range(keep):
-    with pytest.raises(ValueError, match="context_keep"):
-        next(make().generate(tokens(1), 1, greedy, context_keep=keep))
-
-
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
-        next(make().generate(tokens(1, 0), 1, greedy))
-    for lengths in ([0, 5], [9, 5]):
-        with pytest.raises(ValueError, match="in 5 columns"):
-            next(make().generate(tokens(2, 5), 1, greedy, lengths=torch.tensor(lengths)))
 
 
 def test_trim_keeps_its_own_numbers_and_refuses_what_is_not_there():
@@ -535,7 +318,131 @@ def test_trim_keeps_its_own_numbers_and_refuses_what_is_not_there():
         cache.trim(9)
 
 
-def test_a_context_of_one_token_still_writes():
-    model = make(block_size=1)
-    assert listed(model.generate(tokens(1, 1), 5, greedy)) == listed(
-        model.generate(tokens(1, 1), 5, greedy, use_cache=False))
+# --------------------------------------------------------------------------- the generic loss
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_the_loss_in_chunks_is_that_of_all_logits(chunk, monkeypatch):
+    monkeypatch.setattr(GPT, "CHUNK", chunk)
+    model, idx, y = make(), tokens(2), tokens(2, seed=2)
+    y[0, :3] = -1
+    loss, n = model(idx, y)
+    want = F.cross_entropy(model(idx).view(-1, 61), y.view(-1), ignore_index=-1, reduction="sum")
+    torch.testing.assert_close(loss, want)
+    assert n == 29
+    got, expected = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, want))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_one_chunk_exist_at_once(monkeypatch):
+    monkeypatch.setattr(GPT, "CHUNK", 8)
+    made, real = [], GPT.logits
+    monkeypatch.setattr(GPT, "logits", lambda self, x: (made.append(len(x)), real(self, x))[1])
+    make()(tokens(2), tokens(2, seed=2))[0].backward()
+    assert made == [8] * 8  # four chunks, each again for its gradient
+
+
+class Softcap(GPT):
+    def logits(self, x):
+        return 5 * torch.tanh(super().logits(x) / 5)
+
+
+def test_an_edited_exit_is_that_of_loss_and_text():
+    """A softcap in `logits` alone: forward, loss, its gradient and generate all have it."""
+    torch.manual_seed(0)
+    model, idx, y = Softcap(make().config), tokens(2), tokens(2, seed=2)
+    with torch.no_grad():
+        model.wte.weight.mul_(40)
+    logits = model(idx)
+    assert 4 < logits.abs().max() <= 5
+    loss, _ = model(idx, y)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), y.flatten(),
+                                                     reduction="sum"))
+    likeliest = model(idx[:, :3])[:, -1].argmax(-1)
+    assert model.generate(idx[:, :3], 1, temperature=0)[:, 3].equal(likeliest)
+
+
+# ----------------------------------------------------------------------------------- generate
+
+
+@pytest.mark.parametrize("logn", LOGN)
+@pytest.mark.parametrize("start", [1, 5, 3 * T])
+def test_generate_in_a_notebook_is_a_plain_loop(logn, start):
+    model, idx = make(logn).train(), tokens(2, start)
+    out = model.generate(idx, 3 * T, temperature=0)
+    assert model.training and out.shape == (2, start + 3 * T) and torch.equal(out[:, :start], idx)
+    model.eval()
+    for row in out.tolist():
+        seen = row[:start][-T:]
+        for id in row[start:]:
+            assert id == int(model(torch.tensor([seen]))[0, -1].argmax())
+            seen = [*seen, id]
+            seen = seen[-(T // 2) :] if len(seen) > T else seen
+
+
+def test_generate_draws_among_the_likeliest():
+    model, idx = make(), tokens(1, 4)
+    torch.manual_seed(0)
+    drawn = {int(model.generate(idx, 1, temperature=5.0, top_k=3)[0, -1]) for _ in range(60)}
+    assert drawn == set(model(idx)[0, -1].topk(3).indices.tolist())
+    assert model.generate(idx, 0).equal(idx)
+
+
+# ------------------------------------------------------------------------- what people edit in
+
+
+class Experts(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.experts = nn.Parameter(torch.empty(4, 32, 32))
+        self.table = nn.Parameter(torch.full((3, 3), 7.0), requires_grad=False)
+        self.init_weights(0.02)
+
+
+def test_every_parameter_is_initialised_by_rule_or_refused():
+    torch.manual_seed(0)
+    model = Experts(make().config)
+    assert 0.015 < model.experts.std() < 0.025 and (model.table == 7).all()
+    model.gain = nn.Parameter(torch.full((3,), torch.nan))  # torch.empty gives what was there
+    with pytest.raises(ValueError, match="gain: not initialised.*init_weights"):
+        model.init_weights(0.02)
+
+
+def test_a_cache_takes_heads_and_width_from_the_first_keys():
+    cache = KVCache(1, batch_size=2, length=5)
+    k, v = cache.append(0, torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 4))
+    assert cache.k[0].shape == (2, 1, 5, 8) and cache.v[0].shape == (2, 1, 5, 4)
+    assert k.shape == (2, 1, 3, 8) and v.shape == (2, 1, 3, 4)
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_a_cache_gives_keys_in_the_dtype_of_the_new_ones(held):
+    cache = KVCache(1, dtype=held)
+    for dtype in (torch.float32, torch.bfloat16):
+        k, v = cache.append(0, *torch.randn(2, 1, 2, 3, 8, dtype=dtype))
+        assert k.dtype == v.dtype == dtype and cache.k[0].dtype == held
+        cache.advance(3)
+
+
+def test_copied_out_of_the_clone_it_trains_and_writes(tmp_path):
+    shutil.copy(Path(__file__).parent.parent / "model.py", tmp_path)
+    code = ("import torch\nfrom model import GPT, GPTConfig\ntorch.manual_seed(0)\n"
+            "model = GPT(GPTConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16))\n"
+            "text = torch.arange(9)[None] % 5\n"
+            "adam = torch.optim.AdamW(model.parameters(), 0.01)\n"
+            "for _ in range(60):\n"
+            "    loss, n = model(text[:, :-1], text[:, 1:])\n"
+            "    (loss / n).backward()\n    adam.step()\n    adam.zero_grad()\n"
+            "assert loss / n < 0.1\n"
+            "print(model.generate(text[:, :3], 20, temperature=0).tolist()[0])\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert json.loads(done.stdout) == [i % 5 for i in range(23)], done.stderr
+
+
+def test_it_reads_as_a_gpt_first():
+    """GPT before line 150, and nothing of tricks: those are in kit/kernels."""
+    text = (Path(__file__).parent.parent / "model.py").read_text(encoding="utf-8")
+    before, rest = text.split("class GPT(nn.Module)")
+    assert before.count("\n") < 150 and "---- skip at first\n" in rest
+    assert not re.search(r"device\.type|itemsize|autocast|uint8|sampler", text)

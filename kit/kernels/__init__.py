@@ -3,10 +3,12 @@
 native, *.h, *.cpp   C++ that is compiled for this machine when it is first needed
 quantize, leaves     nn.Linear with its weights in 16, 8 or 4 bits
 step                 one whole step of the GPT in a single native call, for a model that was checked
+operators            kernels under operators of PyTorch, and a loss, for training
 speed                what a script calls: makes a model fast, and says what it did
 """
 
 from kit.kernels.leaves import FEW
+from kit.kernels.operators import install, take_loss
 from kit.kernels.speed import fast
 
-__all__ = ["FEW", "fast"]
+__all__ = ["FEW", "fast", "install", "take_loss"]

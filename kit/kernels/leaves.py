@@ -5,7 +5,9 @@ LibraryLinear by PyTorch's kernels, where there is no compiler.
 """
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,8 +91,25 @@ class NativeLinear(nn.Module):
         return y.bfloat16() if in_bf16 else y
 
 
+inside = threading.local()  # threads: of native code, where PyTorch's are set to one
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Inside, PyTorch works with one thread; native code with as many as PyTorch had before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    inside.threads = threads
+    try:
+        yield
+    finally:
+        del inside.threads
+        torch.set_num_threads(threads)
+
+
 def team(code: Any) -> int:
-    return native.team_of(code, torch.get_num_threads(), os.getpid())
+    threads = getattr(inside, "threads", None) or torch.get_num_threads()
+    return native.team_of(code, threads, os.getpid())
 
 
 class LibraryLinear(nn.Module):

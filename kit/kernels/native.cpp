@@ -16,8 +16,8 @@ struct Model {
     const float *wpe, *ln_f, *ln_fb;
     const Layer* layers;
 };
-struct Cache {  // (n_layer, rows, n_head, length, D) each; of INT8 a vector has 4 bytes more
-    void *k, *v;
+struct Cache {  // of each layer (rows, n_head, length, D); of INT8 a vector has 4 bytes more
+    void *const *k, *const *v;
     int rows, length, kind;
 };
 
@@ -89,15 +89,15 @@ struct Step {
     }
 
     // of the cache, what a token's head sees: its keys or values, from position 0 on
-    template <class W> W* held(void* all, int layer, int i, int h) const {
+    template <class W> W* held(void* all, int i, int h) const {
         const size_t size = cache.kind == INT8 ? D + 4 : D;
-        return (W*)all + ((size_t(layer) * cache.rows + row[i]) * H + h) * cache.length * size;
+        return (W*)all + (size_t(row[i]) * H + h) * cache.length * size;
     }
 
     template <class W> void store(int layer, int i, int h) {
         const float* from = &qkv[(i * 3 + 1) * C + h * D];
-        for (void* all : {cache.k, cache.v}) {
-            W* to_all = held<W>(all, layer, i, h);
+        for (void* all : {cache.k[layer], cache.v[layer]}) {
+            W* to_all = held<W>(all, i, h);
             if constexpr (sizeof(W) == 1) shrink(from, D, to_all + pos[i] * (D + 4));
             else
                 for (int d = 0; d < D; d++) to_all[pos[i] * D + d] = to(from[d], W());
@@ -114,7 +114,7 @@ struct Step {
         if constexpr (sizeof(X) == 1) shrink(from, D, q);
         else
             for (int d = 0; d < D; d++) q[d] = to(from[d], X());
-        attend(q, held<const W>(cache.k, layer, i, h), held<const W>(cache.v, layer, i, h),
+        attend(q, held<const W>(cache.k[layer], i, h), held<const W>(cache.v[layer], i, h),
                pos[i] + 1, D, 1 / std::sqrt(float(D)), p, &a[i * C + h * D]);
     }
 

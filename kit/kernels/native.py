@@ -52,8 +52,8 @@ class Model(Structure):
 class Cache(Structure):
     """A KVCache."""
 
-    _fields_ = [("k", c_void_p), ("v", c_void_p), ("rows", c_int), ("length", c_int),
-                ("kind", c_int)]
+    _fields_ = [("k", POINTER(c_void_p)), ("v", POINTER(c_void_p)), ("rows", c_int),
+                ("length", c_int), ("kind", c_int)]
 
 
 def pointer(tensor: "torch.Tensor | None") -> int | None:  # noqa: F821

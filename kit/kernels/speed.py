@@ -5,15 +5,20 @@ model's own forward stays in charge. A model that computes what native.cpp compu
 steps in one native call (step.py): that is checked, in shapes and in numbers, before it is done.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kit.kernels import native, step
-from kit.kernels.leaves import LibraryLinear, NativeLinear, replace_linears
-from model import GPT
+from kit.kernels.leaves import (
+    FEW,
+    LibraryLinear,
+    NativeLinear,
+    one_torch_thread,
+    replace_linears,
+)
+from model import GPT, KVCache
 
 
 def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: bool = True) -> str:
@@ -46,9 +51,9 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: boo
         for parent, name, linear in linears:
             setattr(parent, name, linear)
         return own_way("float32", unlike)
-    model.loss = lambda x, targets: loss(model, x, targets)
     model._apply = model.state_dict = model.load_state_dict = refuse  # leaves know addresses
     if unlike:
+        model.hidden = on_one_thread(model.hidden)
         return own_way(weights, unlike)
     weights = "float16" if weights == "bfloat16" and not code else weights
     how = "native code" if code else "PyTorch's kernels" + (f", as {why}" if why else "")
@@ -59,12 +64,19 @@ def refuse(*args: Any, **options: Any) -> None:
     raise RuntimeError("a fast model cannot be moved, converted, saved or loaded any more")
 
 
-def loss(model: GPT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """GPT.loss with the head as it is: (sum of cross entropies, their number)."""
-    x, targets, total = x.reshape(-1, x.size(-1)), targets.reshape(-1), torch.zeros(())
-    for some, wanted in zip(x.split(256), targets.split(256), strict=True):
-        total += F.cross_entropy(model.lm_head(some), wanted, ignore_index=-1, reduction="sum")
-    return total, (targets >= 0).sum()
+def on_one_thread(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`GPT.hidden` for a few tokens with native code's threads alone.
+
+    Those of PyTorch spin for a while after each operator, and the two sets would wait for each
+    other's processors hundreds of times a token.
+    """
+    def quiet(idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        if idx.numel() > FEW:
+            return hidden(idx, cache)
+        with one_torch_thread():
+            return hidden(idx, cache)
+
+    return quiet
 
 
 def own_way(weights: str, unlike: str) -> str:

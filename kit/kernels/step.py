@@ -8,7 +8,6 @@ the native step and through the model's own forward, over the same packed weight
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from kit.kernels import native
 from kit.kernels.leaves import FEW, NativeLinear, hooks_of, team
 from kit.kernels.quantize import round_to
-from model import GPT, GPTConfig, KVCache
+from model import GPT, KVCache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]  # of a cache, in the order of native.KINDS
 CLOSE = 1e-3  # of the deviation of the logits: how far both ways may differ
@@ -48,6 +47,8 @@ def difference(model: GPT) -> str:
         return f"{min(there)} is new"
     if hooked := [name for name, m in model.named_modules() if hooks_of(m)]:
         return f"{hooked[0] or 'the model'} has hooks"
+    if type(cache := model.new_cache(1, 1)) is not KVCache:
+        return f"its cache is a {type(cache).__name__}"
     return ""
 
 
@@ -78,9 +79,9 @@ def install(model: GPT, weights: str, code: Any) -> Callable[[], None]:
         table = model.lm_head.w if tied else wte.weight.detach().bfloat16()
         model.wte = nn.Embedding.from_pretrained(table)
     dtype = DTYPES[min(native.KINDS.index(weights), 2)]
-    cache = IntCache if dtype == torch.int8 else KVCache
-    model.new_cache = lambda batch_size=1, length=None: cache(model.config, batch_size, length,
-                                                              "cpu", dtype)
+    cache, c = IntCache if dtype == torch.int8 else KVCache, model.config
+    model.new_cache = lambda batch_size=1, length=None: cache(
+        c.n_layer, batch_size, length or c.block_size, dtype=dtype)
     model.hidden = Step(model, code)
 
     def undo() -> None:
@@ -153,10 +154,10 @@ def both_ways(model: GPT, idx: Tensor, starts: Tensor, random: torch.Generator
         cache.append(layer, *past)
     cache.advance(held)
     cache.trim(starts)
-    native_logits = model.lm_head(step(idx, cache))
+    native_logits = model.logits(step(idx, cache))
     cache.trim(starts)
     cache.append = partial(look_up, cache)
-    return native_logits, model.lm_head(step.plain(idx, cache))
+    return native_logits, model.logits(step.plain(idx, cache))
 
 
 def look_up(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,11 +179,6 @@ def look_up(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, T
 class IntCache(KVCache):
     """Keys and values as 8-bit integers, each vector (D) followed by the 4 bytes of its scale."""
 
-    def __init__(self, config: GPTConfig, batch_size: int = 1, length: int | None = None,
-                 device: torch.device | str | None = None, dtype: torch.dtype = torch.int8):
-        wider = replace(config, n_embd=config.n_embd + 4 * config.n_head)
-        super().__init__(wider, batch_size, length, device, dtype)
-
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         held = super().append(layer, shrink(k), shrink(v))
         return tuple(as_floats(x).to(k.dtype) for x in held)
@@ -203,14 +199,6 @@ def as_floats(held: Tensor) -> Tensor:
     return held[..., :-4] * scale
 
 
-def rows_of(k: Tensor) -> int:
-    """Rows of the cache that k (L, B, H, S, D) is, or the first B rows of; 0 for another layout."""
-    (layers, B, *_), of_row = k.shape, k[0, 0].numel()
-    rows = B if layers == 1 else k.stride(0) // of_row
-    whole = layers == 1 or (k.stride(0) == rows * of_row and rows >= B)
-    return rows if whole and k[0].is_contiguous() else 0
-
-
 class Step:
     """GPT.hidden: in one native call where few tokens continue a cache, else as in model.py."""
 
@@ -221,8 +209,7 @@ class Step:
             p(b.ln_1.weight), p(b.ln_1.bias), p(b.ln_2.weight), p(b.ln_2.bias),
             p(getattr(b.attn, "logn_scale", None)), b.attn.c_attn.struct, b.attn.c_proj.struct,
             b.mlp.c_fc.struct, b.mlp.c_proj.struct) for b in model.h])
-        D, wte = c.n_embd // c.n_head, model.wte.weight
-        self.widths = {torch.float32: D, torch.bfloat16: D, torch.int8: D + 4}  # of a vector held
+        wte = model.wte.weight
         self.struct = native.Model(
             c.n_layer, c.n_embd, c.n_head, model.h[0].mlp.c_fc.out_features, c.vocab_size,
             c.block_size, native.LOGN.index(c.attn_logn), int(wte.dtype == torch.bfloat16),
@@ -233,19 +220,16 @@ class Step:
         B, T = idx.shape
         if cache is None or not 0 < B * T or (B * T > FEW and T > 1):
             return self.plain(idx, cache)
-        size, end = min(cache.k.size(3), self.model.config.block_size), cache.longest + T
-        if end > size or cache.k.size(1) != B or cache.k.size(4) != self.widths[cache.k.dtype]:
-            raise ValueError(f"{B} rows of {end} positions do not fit a cache of {cache.k.size(1)} "
-                             f"rows and {size} positions")
-        rows = rows_of(cache.k)
-        if not rows:
-            cache.k, cache.v, rows = cache.k.contiguous(), cache.v.contiguous(), B
+        if cache.longest + T > min(cache.length, self.model.config.block_size):
+            raise ValueError(f"{cache.longest + T} positions, but the cache has room for "
+                             f"{cache.length}, the model for {self.model.config.block_size}")
+        cache.dtype = cache.dtype or torch.float32
+        k, v = (self.pointers(held, B, cache) for held in (cache.k, cache.v))
         array = ctypes.c_int64 * (B * T)
         pos = [cache.pos] * B if isinstance(cache.pos, int) else cache.pos.tolist()
         pos = array(*(p + t for p in pos for t in range(T)))
         row_of = array(*(row for row in range(B) for _ in range(T)))
-        held = native.Cache(cache.k.data_ptr(), cache.v.data_ptr(), rows, cache.k.size(3),
-                            DTYPES.index(cache.k.dtype))
+        held = native.Cache(k, v, B, cache.length, DTYPES.index(cache.dtype))
         x, ids = torch.empty(B, T, self.model.config.n_embd), idx.long().contiguous()
         failed = self.code.step(team(self.code), self.struct, B * T, ids.data_ptr(), pos, row_of,
                                 held, x.data_ptr())
@@ -257,3 +241,16 @@ class Step:
             raise IndexError(f"ids {ids.tolist()} at positions {[*pos]}: not all can be")
         cache.advance(T)
         return x
+
+    def pointers(self, layers: list[Tensor | None], B: int, cache: KVCache) -> Any:
+        """The addresses of the keys or values of each layer, made if need be; ValueError if odd."""
+        c = self.model.config
+        shape = (B, c.n_head, cache.length, c.n_embd // c.n_head + 4 * (cache.dtype == torch.int8))
+        for layer, x in enumerate(layers):
+            if x is None:
+                layers[layer] = torch.zeros(shape, dtype=cache.dtype)
+            elif x.shape != shape or x.dtype != cache.dtype:
+                raise ValueError(f"a cache of {tuple(x.shape)} in {x.dtype}, not {shape}")
+            elif not x.is_contiguous():
+                layers[layer] = x.contiguous()
+        return (ctypes.c_void_p * len(layers))(*[x.data_ptr() for x in layers])

@@ -12,7 +12,7 @@ import torch
 
 import sample
 from data.tokenizer import from_json
-from kit import checkpoint, loading, sampling
+from kit import checkpoint, loading, sampling, window
 from kit.errors import UserError
 from kit.files import read_json
 from kit.finding import find_checkpoint, remember
@@ -99,9 +99,9 @@ def test_samples_come_in_order_and_are_those_of_their_seeds(run, capfd):
 
 def test_an_empty_prompt_starts_a_document(run, capfd, monkeypatch, byte_tokenizer):
     fed = []
-    real = GPT.generate
-    monkeypatch.setattr(GPT, "generate", lambda self, idx, *a, **k:
-                        (fed.append(idx.tolist()), real(self, idx, *a, **k))[1])
+    real = window.steps
+    monkeypatch.setattr(window, "steps", lambda model, idx, *a, **k:
+                        (fed.append(idx.tolist()), real(model, idx, *a, **k))[1])
     write(capfd)
     write(capfd, "--prompt=ab")
     assert fed == [[[byte_tokenizer.eot]], [[97, 98]]]  # and no separator before a given prompt
@@ -195,9 +195,9 @@ def test_a_question_is_put_as_a_user_s_message_and_the_answer_ends(tmp_path, byt
     path = make_run(tmp_path / "chat", byte_tokenizer.to_json(), 257, favourite=favourite,
                     block_size=32)
     prompts = []
-    real = GPT.generate
-    monkeypatch.setattr(GPT, "generate", lambda self, idx, *a, **k:
-                        (prompts.append(idx[0].tolist()), real(self, idx, *a, **k))[1])
+    real = window.steps
+    monkeypatch.setattr(window, "steps", lambda model, idx, *a, **k:
+                        (prompts.append(idx[0].tolist()), real(model, idx, *a, **k))[1])
     out, _ = write(capfd, f"--out_dir={path}", "--ask=well?", "--temperature=0")
     assert out == "yes\n"
     assert prompts[0] == [256, *b"user\nwell?", 256, *b"assistant\n"]
@@ -330,7 +330,7 @@ def test_mistakes_are_told_before_the_first_token(tmp_path, capfd, monkeypatch):
     from data.tokenizer import make_tokenizer
 
     make_run(tmp_path / "char", make_tokenizer("char", ["abc\n"]).to_json(), 4)
-    monkeypatch.setattr(GPT, "generate", pytest.fail)
+    monkeypatch.setattr(window, "steps", pytest.fail)
     (tmp_path / "p.txt").write_text("a\nb\nab?c\n")
     with pytest.raises(sample.DataError, match=r"p\.txt:3: .*'\?'"):
         write(capfd, f"--prompts_file={tmp_path / 'p.txt'}")
@@ -362,9 +362,9 @@ def test_long_prompts_of_a_file_are_noticed_once(run, capfd, tmp_path):
     (b"\nab\r", [10, 97, 98, 13]), (b"\xef\xbb\xbfab", [97, 98]), (b"", [256]), (b"\n", [256]),
     ("é\x00".encode(), [0xC3, 0xA9, 0])])
 def test_the_prompt_is_all_of_standard_input(run, capfd, monkeypatch, stdin, data, prompt):
-    fed, real = [], GPT.generate
-    monkeypatch.setattr(GPT, "generate", lambda self, idx, *a, **k:
-                        (fed.append(idx.tolist()), real(self, idx, *a, **k))[1])
+    fed, real = [], window.steps
+    monkeypatch.setattr(window, "steps", lambda model, idx, *a, **k:
+                        (fed.append(idx.tolist()), real(model, idx, *a, **k))[1])
     stdin(data)
     out = write(capfd)[0]
     assert fed == [[prompt]]

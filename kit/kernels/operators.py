@@ -74,7 +74,7 @@ OPERATORS: dict[str, tuple[str, Callable]] = {  # our name -> PyTorch's, and wha
 
 
 class Kernels:
-    """What `install` put in the place of PyTorch's kernels, until `restore` or the end of `with`."""
+    """What `install` put in the place of kernels of PyTorch, until `restore` or the end of `with`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []  # of those that are in place

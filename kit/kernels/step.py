@@ -220,6 +220,8 @@ class Step:
         B, T = idx.shape
         if cache is None or not 0 < B * T or (B * T > FEW and T > 1):
             return self.plain(idx, cache)
+        if cache.batch_size != B:
+            raise ValueError(f"{B} rows of tokens for a cache of {cache.batch_size} rows")
         if cache.longest + T > min(cache.length, self.model.config.block_size):
             raise ValueError(f"{cache.longest + T} positions, but the cache has room for "
                              f"{cache.length}, the model for {self.model.config.block_size}")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer
-from kit import lookup
+from kit import lookup, window
 from kit.kernels import FEW, fast, native
 from kit.lookup import MOST, Draft
 from kit.prompts import Prompt
@@ -165,8 +165,8 @@ def test_the_text_is_that_of_plain_decoding(kind, n, options, monkeypatch):
     model, judged = QUICK[kind], watch(monkeypatch)
     for length, keep in ((1, None), (5, 1), (SIZE - 1, 15), (SIZE, 3), (SIZE + 5, None)):
         idx = prompt(length, seed=n)
-        plain = model.generate(idx, 5 * SIZE, sampler(idx, **options), context_keep=keep)
-        drafted = lookup.generate(model, idx, 5 * SIZE, sampler(idx, **options), lookup=n,
+        plain = window.steps(model, idx, 5 * SIZE, sampler(idx, **options), context_keep=keep)
+        drafted = lookup.steps(model, idx, 5 * SIZE, sampler(idx, **options), lookup=n,
                                   context_keep=keep)
         assert list(map(int, drafted)) == list(map(int, plain)), (length, keep)
     assert any(right == 0 for _, right in judged)
@@ -178,8 +178,8 @@ def test_the_text_is_the_same_where_a_draft_was_right_in_part(monkeypatch):
     model, judged = QUICK["bfloat16"], watch(monkeypatch)
     for seed in range(20):
         idx = prompt(9, seed)
-        plain = model.generate(idx, 3 * SIZE, sampler(idx, seed, temperature=0.3))
-        drafted = lookup.generate(model, idx, 3 * SIZE, sampler(idx, seed, temperature=0.3),
+        plain = window.steps(model, idx, 3 * SIZE, sampler(idx, seed, temperature=0.3))
+        drafted = lookup.steps(model, idx, 3 * SIZE, sampler(idx, seed, temperature=0.3),
                                   lookup=7)
         assert list(map(int, drafted)) == list(map(int, plain))
     assert {(3, 0), (3, 1), (3, 2), (3, 3)} <= set(judged)
@@ -189,8 +189,8 @@ def test_the_text_is_the_same_where_a_draft_was_right_in_part(monkeypatch):
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_without_native_code_too_unless_tokens_tie(model, temperature):
     idx = prompt(7)
-    plain = model.generate(idx, 5 * SIZE, sampler(idx, temperature=temperature))
-    drafted = lookup.generate(model, idx, 5 * SIZE, sampler(idx, temperature=temperature), lookup=4)
+    plain = window.steps(model, idx, 5 * SIZE, sampler(idx, temperature=temperature))
+    drafted = lookup.steps(model, idx, 5 * SIZE, sampler(idx, temperature=temperature), lookup=4)
     assert list(map(int, drafted)) == list(map(int, plain))
 
 
@@ -199,8 +199,8 @@ def test_without_native_code_too_unless_tokens_tie(model, temperature):
        st.integers(1, 3 * SIZE), st.integers(1, SIZE - 1), st.integers(0, 99))
 def test_any_prompt_draft_length_and_cut(ids, n, new, keep, seed):
     idx, model = torch.tensor([ids]), QUICK["float32"]
-    plain = model.generate(idx, new, sampler(idx, seed), context_keep=keep)
-    drafted = lookup.generate(model, idx, new, sampler(idx, seed), lookup=n, context_keep=keep)
+    plain = window.steps(model, idx, new, sampler(idx, seed), context_keep=keep)
+    drafted = lookup.steps(model, idx, new, sampler(idx, seed), lookup=n, context_keep=keep)
     assert list(map(int, drafted)) == list(map(int, plain))
 
 
@@ -212,11 +212,11 @@ def test_drafts_are_used_and_tried_in_one_pass(monkeypatch):
         model.wpe.weight.zero_()  # greedy text without positions soon goes round in a circle
     fast(model, "float32")
     steps = Steps(model, monkeypatch)
-    text = lookup.generate(model, idx, 60, sampler(idx, temperature=0), lookup=7)
+    text = lookup.steps(model, idx, 60, sampler(idx, temperature=0), lookup=7)
     greedy = list(map(int, text))
     assert len(greedy) == 60 and max(steps.tokens[1:]) == 8
     passes, steps.tokens = len(steps.tokens), []
-    assert list(map(int, model.generate(idx, 60, sampler(idx, temperature=0)))) == greedy
+    assert list(map(int, window.steps(model, idx, 60, sampler(idx, temperature=0)))) == greedy
     assert passes < 0.6 * len(steps.tokens)
 
 
@@ -224,10 +224,10 @@ def test_the_last_token_is_not_overshot(monkeypatch):
     """A draft ends where the text does, and nothing is read that is not needed."""
     model, idx = make(), torch.tensor([[5, 5, 5]])
     steps = Steps(model, monkeypatch)
-    always = lookup.generate(model, idx, 8, lambda logits: torch.tensor([5]), lookup=20)
+    always = lookup.steps(model, idx, 8, lambda logits: torch.tensor([5]), lookup=20)
     assert list(map(int, always)) == [5] * 8
     assert steps.tokens == [3, 4, 3]  # the first token, it and three, the fifth and two
-    assert list(lookup.generate(model, idx, 0, pytest.fail, lookup=2)) == []
+    assert list(lookup.steps(model, idx, 0, pytest.fail, lookup=2)) == []
 
 
 def test_a_token_is_chosen_once_and_only_when_it_is_asked_for():
@@ -239,7 +239,7 @@ def test_a_token_is_chosen_once_and_only_when_it_is_asked_for():
         calls.append(1)
         return torch.tensor([5])
 
-    steps = lookup.generate(make(), torch.tensor([[5, 5, 5]]), 30, choose, lookup=4)
+    steps = lookup.steps(make(), torch.tensor([[5, 5, 5]]), 30, choose, lookup=4)
     for n in range(1, 20):
         assert next(steps).tolist() == [5] and len(calls) == n
     with pytest.raises(StopIteration):
@@ -249,7 +249,7 @@ def test_a_token_is_chosen_once_and_only_when_it_is_asked_for():
 
 def test_the_row_may_be_named_as_the_one_to_go_on():
     idx = prompt(9)
-    one, other = (lookup.generate(PLAIN, idx, 30, sampler(idx), lookup=4) for _ in range(2))
+    one, other = (lookup.steps(PLAIN, idx, 30, sampler(idx), lookup=4) for _ in range(2))
     expected = list(map(int, one))
     ids = [int(next(other))] + [int(other.send(torch.tensor([0]))) for _ in range(29)]
     assert ids == expected
@@ -258,14 +258,14 @@ def test_the_row_may_be_named_as_the_one_to_go_on():
 @pytest.mark.parametrize("rows, n", [(2, 4), (1, 0), (1, MOST + 1)])
 def test_one_row_and_as_many_tokens_as_a_step_takes(rows, n):
     with pytest.raises(ValueError, match="expected one row, 1 to 31"):
-        next(lookup.generate(PLAIN, prompt(5).expand(rows, 5), 9, pytest.fail, lookup=n))
+        next(lookup.steps(PLAIN, prompt(5).expand(rows, 5), 9, pytest.fail, lookup=n))
     assert MOST == FEW - 1
 
 
 def test_a_context_of_one_token():
     model, idx = make(block_size=1), torch.tensor([[3, 1, 3]])
-    plain = list(map(int, model.generate(idx, 20, sampler(idx))))
-    assert list(map(int, lookup.generate(model, idx, 20, sampler(idx), lookup=4))) == plain
+    plain = list(map(int, window.steps(model, idx, 20, sampler(idx))))
+    assert list(map(int, lookup.steps(model, idx, 20, sampler(idx), lookup=4))) == plain
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -298,7 +298,7 @@ def test_what_is_written_has_the_distribution_of_the_model(joint, monkeypatch):
 
     def texts(n: int, **options) -> Counter:
         """The first three of five tokens, so that the draft that they come from is judged."""
-        return Counter(tuple(map(int, lookup.generate(
+        return Counter(tuple(map(int, lookup.steps(
             model, idx, 5, sampler(idx, seed, **options), lookup=4)))[:3] for seed in range(n))
 
     assert chi_square(texts(3000), expected) < 4

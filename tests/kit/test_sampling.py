@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer, CharTokenizer
+from kit import window
 from kit.sampling import Sampler, TextStream, start_ids
 from kit.topk import BLOCK, likeliest
 
@@ -392,7 +393,7 @@ def test_sampling_leaves_the_global_random_state_alone():
 def test_no_id_beyond_the_vocabulary_and_no_filtered_one_is_drawn(tiny):
     model = tiny().eval()
     choose = Sampler(range(5), temperature=100.0, top_k=3)
-    for ids in model.generate(torch.tensor([[1, 2, 3]]), 30, choose, num_samples=5):
+    for ids in window.steps(model, torch.tensor([[1, 2, 3]]), 30, choose, num_samples=5):
         assert ids.shape == (5,) and ids.min() >= 0 and ids.max() < 11
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data import DataError, instruct
 from data.tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
-from kit import checkpoint
+from kit import checkpoint, window
 from kit.sampling import start_ids
 from kit.session import Session, Unsettled, talk
 from kit.settings import CLONE
@@ -91,7 +91,7 @@ def test_the_model_goes_on_from_what_was_typed_and_shown():
     screen, talk = "", Talk(make_model(16, block_size=64), letters)
     for line in ("deaf", "b", "cab"):
         screen += line
-        steps = talk.session.model.generate(torch.tensor([letters.encode(screen)]), 5,
+        steps = window.steps(talk.session.model, torch.tensor([letters.encode(screen)]), 5,
                                             lambda logits: logits.argmax(-1))
         shown = talk.type(line)
         assert shown == letters.decode(int(id) for id in steps)
@@ -146,7 +146,7 @@ def test_a_line_beyond_the_context_keeps_its_newest_tokens_and_is_noticed():
 def test_a_text_longer_than_the_context_is_the_one_that_generate_writes(keep):
     letters = CharTokenizer("abcdefghijklmnop")
     model = make_model(16)
-    steps = model.generate(torch.tensor([letters.encode("deaf")]), 3 * SIZE,
+    steps = window.steps(model, torch.tensor([letters.encode("deaf")]), 3 * SIZE,
                            lambda logits: logits.argmax(-1), context_keep=keep)
     written = letters.decode(int(id) for id in steps)
     assert Talk(model, letters, max_new_tokens=3 * SIZE, context_keep=keep).type("deaf") == written

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -75,16 +76,37 @@ def load_config(folder: Path) -> GPTConfig:
         raise UserError(f"{path}: {e}") from None
 
 
+def shapes_of_model(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the GPT that model.py makes of it, from one without memory."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+
+
 def refuse_lie(config: GPTConfig, path: Path) -> None:
     """UserError where an architecture is not that of a file of weights: before memory is taken."""
-    shapes = shapes_of(path)
-    if (layers := layers_in(shapes)) != config.n_layer:
-        raise UserError(f"{path}: does not fit the model: {layers} layers, not {config.n_layer}")
-    for name, shape in (("wte.weight", (config.vocab_size, config.n_embd)),
-                        ("wpe.weight", (config.block_size, config.n_embd))):
-        if shapes.get(name) != shape:
-            raise UserError(f"{path}: does not fit the model: {name} is "
-                            f"{shapes.get(name, 'absent')}, the model's is {shape}")
+    theirs = shapes_of(path)
+    if config.n_layer > len(theirs):  # before a model of so many is described
+        raise UserError(f"{path}: does not fit the model: {len(theirs)} tensors for "
+                        f"{config.n_layer} layers")
+    try:
+        refuse_difference(theirs, shapes_of_model(config), path)
+    except RuntimeError as e:  # more numbers than 64 bits count
+        raise UserError(f"{path}: does not fit the model: {' '.join(str(e).split())[:150]}") from e
+
+
+def refuse_difference(theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]],
+                      path: Path) -> None:
+    """UserError unless a file has the model's names and shapes."""
+    if different := theirs.items() ^ ours.items():
+        name = min(different)[0]
+        raise UserError(f"{path}: does not fit the model: {name} is {theirs.get(name, 'absent')}, "
+                        f"the model's is {ours.get(name, 'absent')}")
+
+
+def positional(config: GPTConfig) -> set[str]:
+    """The names of the parameters that have a row for each position: those that grow with it."""
+    longer = replace(config, block_size=config.block_size + 1)
+    return {name for name, _ in shapes_of_model(config).items() ^ shapes_of_model(longer).items()}
 
 
 def load_weights(model: GPT, path: Path, extend: str | None = None, crop: bool = False) -> None:
@@ -93,19 +115,16 @@ def load_weights(model: GPT, path: Path, extend: str | None = None, crop: bool =
     crop, extend: the model may have fewer positions, or more, made as `extend` says.
     """
     parameters, theirs = dict(model.named_parameters()), shapes_of(path)
-    ours = {n: tuple(p.shape) for n, p in parameters.items()}
-    held, size = theirs.get("wpe.weight", ()), ours["wpe.weight"]
-    resized = len(held) == 2 and held[1] == size[1] and (
-        crop and held[0] > size[0] or extend is not None and held[0] < size[0])
-    if resized:
-        theirs["wpe.weight"] = size
-    if different := theirs.items() ^ ours.items():
-        name = min(different)[0]
-        raise UserError(f"{path}: does not fit the model: {name} is {theirs.get(name, 'absent')}, "
-                        f"the model's is {ours.get(name, 'absent')}")
+    ours, resized = {n: tuple(p.shape) for n, p in parameters.items()}, set()
+    for name in positional(model.config) & theirs.keys() if crop or extend else ():
+        held, size = theirs[name], ours[name]
+        if held[1:] == size[1:] and (crop and held[0] > size[0] or extend and held[0] < size[0]):
+            theirs[name] = size
+            resized.add(name)
+    refuse_difference(theirs, ours, path)
     tensors = load_tensors(path)
-    if resized:
-        tensors["wpe.weight"] = resize(tensors["wpe.weight"].float(), size[0], extend)
+    for name in resized:
+        tensors[name] = resize(tensors[name].float(), len(parameters[name]), extend)
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(tensors[name])

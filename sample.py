@@ -17,6 +17,7 @@ from typing import Any, Literal
 from data import DataError
 from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
+from kit import kernels
 from kit.checkpoint import trained_with
 from kit.device import choose_device
 from kit.errors import UserError, plain, run
@@ -60,10 +61,12 @@ class SampleSettings:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: 16 bits if that pays
     quantize: Literal["none", "int8", "int4"] = "none"  # fewer bits for the weights, on the CPU
-    compile: Literal["auto"] | bool = "auto"  # native code on the CPU, where a compiler is
+    kernels: Literal["auto", "torch"] = "auto"  # torch: none of our own on the CPU, PyTorch's alone
+    compile: Literal["auto"] | bool = "auto"  # False: the same as --kernels=torch
     debug: bool = False  # show tracebacks of mistakes
 
     def check(self) -> None:
+        self.kernels = "torch" if self.compile is False else self.kernels
         at_least(self, 0, "temperature top_k top_p min_p seed")
         at_least(self, 1, "num_samples batch_size max_new_tokens")
         in_range(self, -1, 1 + 1e-9, "top_p min_p")
@@ -100,6 +103,12 @@ def show(text: str) -> None:
 
 def main(argv: list[str]) -> None:
     s = load(SampleSettings, argv).settings
+    with kernels.install(kernels.NAMES[s.kernels], note):
+        sample(s)
+
+
+def sample(s: SampleSettings) -> None:
+    """Write what the settings ask for, or talk."""
     if s.chat and not s.interactive:
         raise UserError("chat=True: needs a terminal and no prompt; --ask= asks once")
     if s.lookup and s.interactive:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from data import DataError
 from data.tokenizer import Tokenizer, from_json
+from kit import kernels
 from kit.device import choose_device
 from kit.errors import UserError, plain, run
 from kit.finding import find_checkpoint, find_run, same_tokenizer
@@ -46,10 +47,12 @@ class ServeSettings:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: 16 bits if that pays
     quantize: Literal["none", "int8", "int4"] = "none"  # fewer bits for the weights, on the CPU
-    compile: Literal["auto"] | bool = "auto"  # native code on the CPU, where a compiler is
+    kernels: Literal["auto", "torch"] = "auto"  # torch: none of our own on the CPU, PyTorch's alone
+    compile: Literal["auto"] | bool = "auto"  # False: the same as --kernels=torch
     debug: bool = False  # show tracebacks of mistakes
 
     def check(self) -> None:
+        self.kernels = "torch" if self.compile is False else self.kernels
         at_least(self, 1, "max_concurrent max_tokens max_body")
         at_least(self, 0, "max_waiting port")
         if not 0 < self.max_seconds <= 86400:
@@ -75,7 +78,8 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as e:
         raise UserError(f"{e.name} is not installed: pip install -r extras/requirements.txt"
                         ) from None
-    with listen(s.host, s.port) as sock:  # before the model: a mistake here is told at once
+    with (kernels.install(kernels.NAMES[s.kernels], note),
+          listen(s.host, s.port) as sock):  # before the model: a mistake here is told at once
         model, tokenizer, name = open_model(s)
         engine = Engine(model, tokenizer, s.max_concurrent, s.max_waiting)
         local = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
@@ -105,7 +109,7 @@ def open_model(s: ServeSettings) -> tuple[GPT, Tokenizer, str]:
     model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)
     same_tokenizer(folder, tokenizer)
-    if device.type == "cpu" and s.compile == "auto":
+    if device.type == "cpu" and s.kernels == "auto":
         native.library()  # a server has the 3 s to compile it, so that `place` finds it
     known = Progress.from_state(state)
     loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \

@@ -14,7 +14,7 @@ from model import GPT
 
 def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
           loss: Callable[[], float | None] = lambda: None) -> str:
-    """Move a model to the device, in the precision that s.dtype, s.quantize and s.compile mean.
+    """Move a model to the device, in the precision that s.dtype, s.quantize and s.kernels mean.
 
     Returns what that is. loss: that of the model as it is, to tell what rounding costs.
     """
@@ -27,11 +27,12 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
         return name_of(next(model.parameters()).dtype)
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     asked = s.quantize if s.quantize != "none" else s.dtype
-    weights = asked if asked != "auto" else "bfloat16" if large and s.compile else "float32"
-    if s.quantize == "none" and s.compile == "auto" and not large and native.build_aside():
+    auto = s.kernels == "auto"
+    weights = asked if asked != "auto" else "bfloat16" if large and auto else "float32"
+    if s.quantize == "none" and auto and not large and native.build_aside():
         return plain(model, weights)  # 3 s to compile: for the next text
     before = loss() if s.quantize != "none" else None
-    if s.compile:
+    if auto:
         how = fast(model, weights, asked=asked != "auto")
     else:
         how = plain(model, weights)

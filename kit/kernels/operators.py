@@ -73,8 +73,11 @@ OPERATORS: dict[str, tuple[str, Callable]] = {  # our name -> PyTorch's, and wha
     "attention": ("scaled_dot_product_attention", attention), "dropout": ("dropout", dropout)}
 
 
+NAMES = {"auto": (*OPERATORS, "loss"), "torch": ()}  # setting `kernels` -> what it asks for
+
+
 class Kernels:
-    """What `install` put in the place of kernels of PyTorch, until `restore` or the end of `with`."""
+    """What `install` put in the place of PyTorch's; `restore`, or the end of `with`, undoes it."""
 
     def __init__(self) -> None:
         self.names: list[str] = []  # of those that are in place
@@ -106,7 +109,7 @@ class Kernels:
         self.restore()
 
 
-def install(names: Iterable[str] = tuple(OPERATORS), warn: Callable[[str], None] = print
+def install(names: Iterable[str] = NAMES["auto"], warn: Callable[[str], None] = print
             ) -> Kernels:
     """Let PyTorch's operators use these kernels, on the CPU, until the handle is told to restore.
 

@@ -526,6 +526,73 @@ def test_code_for_lesser_processors_gives_the_same(machine, tmp_path, monkeypatc
         assert error < (1e-6 if weights == "float32" else 0.02), weights
 
 
+SANITIZED = """
+import ctypes, sys
+import torch
+from kit.kernels import fast, native, step
+from kit.kernels.leaves import NativeLinear
+from model import GPT, GPTConfig
+code = native.load(sys.argv[1])
+native.library = lambda: (code, "")
+torch.set_num_threads(2)
+torch.manual_seed(0)
+for weights in native.KINDS:
+    for C, H, more in ((33, 3, {}), (64, 1, dict(bias=True)), (20, 4, dict(attn_logn="learned"))):
+        model = GPT(GPTConfig(vocab_size=61, block_size=37, n_layer=2, n_head=H, n_embd=C, **more))
+        for block in model.h:  # a width that is no multiple of anything
+            block.mlp.c_fc = torch.nn.Linear(C, 45, bias=bool(more.get("bias")))
+            block.mlp.c_proj = torch.nn.Linear(45, C, bias=bool(more.get("bias")))
+        assert "native code" in fast(model, weights), weights
+        for rows in (1, 3, 9, 32):
+            cache = model.new_cache(rows)
+            for T in (1, 1):
+                model.hidden(torch.randint(61, (rows, T)), cache)
+            cache.trim(torch.arange(rows) % 2 + 1)
+            model.hidden(torch.randint(61, (rows, 1)), cache)
+        cache = model.new_cache()
+        for T in (5, 31, 1):
+            model.logits(model.hidden(torch.randint(61, (1, T)), cache))
+        for wrong in (61, -1, 2**40):
+            try:
+                model.hidden(torch.tensor([[wrong]]), model.new_cache())
+                sys.exit("an id that cannot be was taken")
+            except IndexError:
+                pass
+        wide = NativeLinear(torch.nn.Linear(700, 800), weights, code)
+        model.hidden.layers[1].fc = wide.struct
+        try:
+            model.hidden(torch.tensor([[1]]), model.new_cache())
+            sys.exit("a matrix of another size was taken")
+        except ValueError:
+            pass
+    for n_in, n_out in ((1, 1), (31, 17), (100, 250)):
+        linear = NativeLinear(torch.nn.Linear(n_in, n_out), weights, code)
+        for exact in (False, True):
+            linear.exact = exact
+            for tokens in (1, 2, 5, 31):
+                linear(torch.randn(tokens, n_in))
+"""
+
+
+@pytest.mark.slow
+@needs_code
+def test_native_code_under_sanitizers(tmp_path):
+    """No write or read beyond what it was handed, and nothing that C++ leaves undefined."""
+    compiler = native.compiler()
+    found = [subprocess.run([*compiler, f"-print-file-name=lib{name}.so"], capture_output=True,
+                            text=True).stdout.strip() for name in ("asan", "ubsan")]
+    if not all(Path(path).is_absolute() for path in found):
+        pytest.skip("this compiler has no sanitizers")
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
+    native.compile_to(tmp_path / "code.so", compiler, ([*native.MACHINE[0], *flags],))
+    (tmp_path / "run.py").write_text(SANITIZED)
+    env = os.environ | {"LD_PRELOAD": " ".join(found), "PYTHONPATH": str(CLONE),
+                        "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    done = subprocess.run([sys.executable, str(tmp_path / "run.py"), str(tmp_path / "code.so")],
+                          cwd=CLONE, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @needs_code
 @pytest.mark.parametrize("harm", [lambda p: os.truncate(p, 4096), lambda p: os.truncate(p, 0),

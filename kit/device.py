@@ -86,9 +86,11 @@ def flops_per_token(model: GPT) -> int:
 
     6 per parameter of a matrix product and 12 L C T for attention, the mask not discounted.
     """
-    c = model.config
-    lookups = model.wpe.weight.numel() + (0 if c.tie_embeddings else model.wte.weight.numel())
-    return 6 * (model.num_params() - lookups) + 12 * c.n_layer * c.n_embd * c.block_size
+    c, counted = model.config, set()  # a table that is a head too counts once, as a matrix
+    for m in model.modules():
+        counted |= set() if isinstance(m, nn.Embedding) else {*m.parameters(recurse=False)}
+    attention = 12 * c.n_layer * c.n_embd * c.block_size
+    return 6 * sum(p.numel() for p in counted) + attention
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:

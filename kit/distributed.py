@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from kit.errors import UserError, let_go, plain
 from kit.rendezvous import first_line, join
-from kit.sharding import whole
+from kit.sharding import blocks_of, whole
 from model import GPT
 
 
@@ -203,7 +203,7 @@ class Ranks:
             from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
             mesh = init_device_mesh(device.type, (self.world,))
-            for module in (*model.h, model):
+            for module in (*blocks_of(model), model):
                 fully_shard(module, mesh=mesh)
             for name in ("hidden", "loss"):  # evaluation calls them outside of forward
                 setattr(model, f"{name}_apart", getattr(model, name))

@@ -1,9 +1,9 @@
 """Optimizers and learning rate: AdamW alone, or Muon for hidden matrices and AdamW for the rest."""
 
+import copy
 import math
-import re
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kit.errors import UserError
-from kit.sharding import gathered, like, local
+from kit.sharding import blocks_of, gathered, like, local
 from model import GPT, GPTConfig
 
 
@@ -39,21 +39,23 @@ def called(name: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
 
 
 def check_names(config: GPTConfig, names: str) -> None:
-    """UserError for a name that `freeze` would not find, whatever the size of the model."""
-    small = replace(config, n_layer=1, n_head=1, n_embd=1, vocab_size=1, block_size=1)
-    named = dict(GPT(small).named_parameters())
-    for name in names.split():
-        layer = re.match(r"h\.(\d{1,9})(?=\.|$)", name)
-        called("h.0" + name[layer.end():] if layer and int(layer[1]) < config.n_layer else name,
-               named)
+    """UserError for a name that `freeze` would not find; a model of any size takes no memory."""
+    if names:
+        with torch.device("meta"):
+            freeze(GPT(config), names)
 
 
 def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:
-    """Each trained parameter in one of three: the blocks' matrices, embeddings, vectors."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]  # a tied head is once
-    hidden = [p for name, p in named if p.ndim > 1 and name.startswith("h.")]
-    embeddings = [p for name, p in named if p.ndim > 1 and not name.startswith("h.")]
-    return hidden, embeddings, [p for _, p in named if p.ndim < 2]
+    """Each trained parameter in one of three: matrices of the blocks, other matrices, vectors.
+
+    A table to look rows up in is no matrix of a block, wherever it is, nor is a stack of matrices.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]  # a tied head is there once
+    inside = {p for block in blocks_of(model) for m in block.modules()
+              if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    hidden = [p for p in trained if p.ndim == 2 and p in inside]
+    vectors = [p for p in trained if p.ndim < 2]
+    return hidden, [p for p in trained if p.ndim >= 2 and p not in {*hidden}], vectors
 
 
 def depth_factors(model: GPT, decay: float) -> dict[nn.Parameter, float]:
@@ -62,14 +64,12 @@ def depth_factors(model: GPT, decay: float) -> dict[nn.Parameter, float]:
     The final norm and an untied head have all of it, the last block decay, the embeddings decay **
     (n_layer + 1) (ULMFiT, arXiv 1801.06146; in this form BEiT's).
     """
-    top = model.config.n_layer + 1
-
-    def depth(name: str) -> int:
-        if name.startswith("h."):
-            return int(name.split(".")[1]) + 1
-        return 0 if name.startswith(("wte.", "wpe.")) else top
-
-    return {p: decay ** (top - depth(name)) for name, p in model.named_parameters()}
+    blocks = blocks_of(model)
+    depth = {p: i for i, block in enumerate(blocks, 1) for p in block.parameters()}
+    for table in (m for m in model.children() if isinstance(m, nn.Embedding)):
+        depth |= dict.fromkeys(table.parameters(), 0)
+    top = len(blocks) + 1
+    return {p: decay ** (top - depth.get(p, top)) for p in model.parameters()}
 
 
 class Muon(torch.optim.Muon):
@@ -175,9 +175,6 @@ def set_lr(optimizers: list[Optimizer], step: int, s: Any) -> float:
     return factor
 
 
-STATES = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
-
-
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
     return {p: name for name, p in model.named_parameters()}
 
@@ -189,23 +186,36 @@ def state_tensors(optimizers: list[Optimizer], model: nn.Module) -> dict:
             for key, value in state.items()}
 
 
+def keys_of(optimizer: Optimizer, ndim: int) -> set[str]:
+    """What an optimizer keeps for a parameter of so many dimensions: a step of one like it tells."""
+    p = nn.Parameter(torch.zeros([1] * ndim))
+    p.grad = torch.zeros_like(p)
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**optimizer.param_groups[0], "params": [p]}]
+    trial.step()
+    return set(trial.state[p])
+
+
 def load_state(optimizers: list[Optimizer], model: nn.Module,
-                           tensors: dict[str, torch.Tensor]) -> None:
+               tensors: dict[str, torch.Tensor]) -> None:
     """Put back what `state_tensors` gave; UserError unless each parameter has all of it."""
     names, expected = names_of(model), {}
     for o in optimizers:
-        for p in (p for g in o.param_groups for p in g["params"]):
-            expected |= {f"{names[p]}.{key}": (o, p, key) for key in STATES[type(o)]}
+        params = [p for g in o.param_groups for p in g["params"]]
+        keys = {n: keys_of(o, n) for n in {p.ndim for p in params}}
+        expected |= {f"{names[p]}.{key}": (o, p, key) for p in params for key in keys[p.ndim]}
     if not tensors:  # no update was made
         return
     if different := expected.keys() ^ tensors.keys():
         raise UserError(f"the optimizer's state does not fit the model: {min(different)} is "
                         f"{'missing' if min(different) in expected else 'unknown'}")
     for key, (o, p, name) in expected.items():
-        value, shape = tensors[key], () if name == "step" else tuple(p.shape)
-        if tuple(value.shape) != shape or value.dtype != torch.float32:
+        value = tensors[key]
+        if value.shape not in (p.shape, ()) or value.dtype != torch.float32:
             raise UserError(f"the optimizer's state does not fit the model: {key} is "
-                            f"{tuple(value.shape)} of {value.dtype}, expected {shape} of float32")
-        on_cpu = name == "step" and p.device.type == "mps"
-        value = value.to("cpu" if on_cpu else p.device)
-        o.state[p][name] = value if name == "step" else like(value, p)
+                            f"{tuple(value.shape)} of {value.dtype}, expected {tuple(p.shape)} of "
+                            "float32")
+        number = value.ndim == 0 and p.ndim > 0  # as AdamW's count of steps
+        value = value.to("cpu" if number and p.device.type == "mps" else p.device)
+        o.state[p][name] = value if number else like(value, p)

@@ -1,6 +1,11 @@
-"""Tensors that FSDP may have sharded: the whole of one, this rank's share, another one like it."""
+"""What FSDP shards: a model's layers; of a tensor the whole, a rank's share, one like it."""
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what its lists of modules hold, in order."""
+    return [m for child in model.children() if isinstance(child, nn.ModuleList) for m in child]
 
 
 def whole(tensor: Tensor) -> Tensor:

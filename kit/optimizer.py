@@ -187,7 +187,7 @@ def state_tensors(optimizers: list[Optimizer], model: nn.Module) -> dict:
 
 
 def keys_of(optimizer: Optimizer, ndim: int) -> set[str]:
-    """What an optimizer keeps for a parameter of so many dimensions: a step of one like it tells."""
+    """What an optimizer keeps for a parameter of so many dimensions, as a step of one tells."""
     p = nn.Parameter(torch.zeros([1] * ndim))
     p.grad = torch.zeros_like(p)
     trial = copy.copy(optimizer)

@@ -284,7 +284,8 @@ def test_auto_compiles_on_a_card_only(monkeypatch):
     loss = SimpleNamespace(backward=lambda: None)
     for device, said in ((CUDA, "on"), (MPS, "off"), (CPU, "off")):
         model = MagicMock(return_value=(loss, 1))
-        model.wte.weight.device, model.config.block_size = device, 8
+        model.parameters.return_value = iter([SimpleNamespace(device=device)])
+        model.config.block_size = 8
         with monkeypatch.context() as patch:
             patch.setattr(torch, "zeros", lambda *a, **k: None)
             assert compiling(model, "auto") == said

@@ -154,8 +154,8 @@ def main(argv: list[str]) -> int:
         machine.prepare_device(device)
         if s.eval_only:
             return evaluate_only(s, source, data, device, ranks)
-        run, dtype = runs.begin(loaded, ARCHITECTURE, data, device, ranks)
-        trainer = Trainer(s, run, source, data, device, dtype, ranks)
+        run, dtypes = runs.begin(loaded, ARCHITECTURE, data, device, ranks)
+        trainer = Trainer(s, run, source, data, device, dtypes, ranks)
         with trainer.interrupt, explained(run.path, s, ranks.world), trainer.writer:
             trainer.loop()
         if trainer.progress.finished:
@@ -194,12 +194,12 @@ class Trainer:
     """Model, optimizers, data and progress, and the loop that moves them."""
 
     def __init__(self, s: TrainSettings, run: runs.Run, source: Path | None, data: Dataset,
-                 device: torch.device, dtype: torch.dtype, ranks: Ranks):
+                 device: torch.device, dtypes: machine.Dtypes, ranks: Ranks):
         self.s, self.path, self.data, self.device, self.ranks = s, run.path, data, device, ranks
         self.share = ranks.divide(s.batch_size, s.gradient_accumulation_steps)
         self.rows = s.batch_size * s.gradient_accumulation_steps  # of an update
-        self.autocast = partial(machine.autocast, device, dtype)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.autocast = partial(machine.autocast, device, dtypes.products)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtypes.products == torch.float16)
         self.progress, self.interrupt, self.signal = Progress(), Interrupt(), 0
         self.writer = checkpoint.Writer()
         self.ahead: tuple[int, list] = (-1, [])  # the next update's first row and batches
@@ -215,14 +215,14 @@ class Trainer:
         if self.parallel == "fsdp" and self.scaler.is_enabled():
             ranks.refuse("dtype=float16 does not go with parallel=fsdp; take bfloat16 or float32")
         self.replica = ranks.place(self.model, device, self.parallel)  # what is called for a loss
-        self.optimizers = optimizer.build_optimizers(self.model, s)
+        self.optimizers = optimizer.build_optimizers(self.model, s, dtypes.muon)
         if run.resume:
             self.restore(*run.resume, run.over)
         elif source:
             say(f"starting from the weights of {source}")
         compiled = machine.compile_model(self.model, s.compile, self.autocast)
         self.report = Report(s, run, data, ranks, self.progress)
-        self.report.introduce(self.model, device, dtype, compiled, self.parallel)
+        self.report.introduce(self.model, device, dtypes, compiled, self.parallel)
 
     def restore(self, folder: Path | None, state: dict[str, Any], over: bool) -> None:
         """Take up a checkpoint exactly where it was left; rank 0 alone has the folder."""

@@ -107,7 +107,7 @@ def evaluate_only(s: Any, source: Path | None, data: Any, device: torch.device,
         model, _, state = load_model(folder)
     batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters,
                            ranks.rank, ranks.world)
-    dtype = DTYPES[ranks.once(lambda: name_of(choose_dtype(s.dtype, device)))]
+    dtype = DTYPES[ranks.once(lambda: name_of(choose_dtype(s.dtype, device, state.get("run"))))]
     result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
                       partial(autocast, device, dtype), add=ranks.add)
     say(f"{folder}, step {state['step']}: {spell_loss(result)}")
@@ -217,8 +217,8 @@ def measure(args: Any) -> dict[str, Any]:
         raise UserError(f"{args.run}: no such folder; expected a run or a checkpoint")
     folder = find_checkpoint(find_run(args.run), args.step)
     device = choose_device(args.device)
-    dtype = choose_dtype(args.dtype, device)
     model, _, state = load_model(folder)
+    dtype = choose_dtype(args.dtype, device, state.get("run"))
     longest = model.config.block_size
     block_size = longest if args.block_size is None else args.block_size
     if not 1 <= block_size <= longest:

@@ -31,7 +31,7 @@ class Report:
         self.peak_tok_s = math.inf
         self.about: dict[str, Any] = {}  # what config.json holds, and each checkpoint too
 
-    def introduce(self, model: GPT, device: torch.device, dtype: torch.dtype, compiled: str,
+    def introduce(self, model: GPT, device: torch.device, dtypes: machine.Dtypes, compiled: str,
                   parallel: str) -> None:
         """The first lines; then config.json and the log are there. Replaces a run if told to."""
         if not self.ranks.main:
@@ -39,8 +39,9 @@ class Report:
         if self.run.replaces:  # now that all else is known to work
             clear(self.path)
         s, data, p, world = self.s, self.data, self.progress, self.ranks.world
-        say(f"device: {machine.describe(device, dtype)}")
-        self.peak_tok_s = world * machine.peak_flops(dtype, device) / machine.flops_per_token(model)
+        say(f"device: {machine.describe(device, dtypes)}")
+        peak = world * machine.peak_flops(dtypes.products, device)
+        self.peak_tok_s = peak / machine.flops_per_token(model)
         still = sum(w.numel() for w in model.parameters() if not w.requires_grad)
         frozen = f" ({still:,} of them frozen)" if still else ""
         say(f"model: {model.num_params():,} parameters{frozen}, {data.vocab_size:,} tokens "
@@ -58,8 +59,9 @@ class Report:
         settings = asdict(s) | {"init_from": began}  # whatever command goes on with it
         self.wandb = Wandb(s.wandb_log, settings, self.path.name, before.get("wandb_id"), say)
         self.about = {"settings": settings, "device": device.type, "launch": self.ranks.launch,
-                      "dtype": machine.name_of(dtype), "dataset_hash": data.hash,
-                      "wandb_id": self.wandb.id, "over": False}
+                      "dtype": machine.name_of(dtypes.products),
+                      "muon_dtype": dtypes.muon and machine.name_of(dtypes.muon),
+                      "dataset_hash": data.hash, "wandb_id": self.wandb.id, "over": False}
         write_json(self.path / "config.json", self.about)
         self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
 

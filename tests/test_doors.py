@@ -24,7 +24,7 @@ BUDGET = {"model.py": 450, "train.py": 400, "sample.py": 200}  # others: 250
 LINES = {  # that are not blank, of what one reads of an evening; docs/DESIGN.md says more
     ("model", "train", "sample"): 920,
     ("data",): 2170,
-    ("kit",): 4350,
+    ("kit",): 4450,
 }
 KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "metrics": {"files", "settings"}, "optimizer": {"sharding"},

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from data import DataError
 from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
@@ -103,18 +105,19 @@ def show(text: str) -> None:
 
 def main(argv: list[str]) -> None:
     s = load(SampleSettings, argv).settings
-    with kernels.install(kernels.NAMES[s.kernels], note):
-        sample(s)
+    device = choose_device(s.device)
+    with kernels.install(kernels.wanted(s.kernels, device), note):
+        sample(s, device)
 
 
-def sample(s: SampleSettings) -> None:
+def sample(s: SampleSettings, device: torch.device) -> None:
     """Write what the settings ask for, or talk."""
     if s.chat and not s.interactive:
         raise UserError("chat=True: needs a terminal and no prompt; --ask= asks once")
     if s.lookup and s.interactive:
         raise UserError(f"lookup={s.lookup}: not when you write in turns; give a --prompt")
     prompts = [] if s.interactive else gather(s, note)
-    model, tokenizer = prepare_model(s)
+    model, tokenizer = prepare_model(s, device)
     if s.interactive:
         asking = partial(question, tokenizer=tokenizer) if s.chat else None
         return talk(Session(s, model, tokenizer, show, note, asking))
@@ -129,9 +132,8 @@ def sample(s: SampleSettings) -> None:
     write(model, tokenizer, prompts, s, end, show, note)
 
 
-def prepare_model(s: SampleSettings) -> tuple[GPT, Tokenizer]:
+def prepare_model(s: SampleSettings, device: torch.device) -> tuple[GPT, Tokenizer]:
     """The model that is meant, where it shall run and as it shall run, with its tokenizer."""
-    device = choose_device(s.device)
     folder = find_checkpoint(find_run(s.out_dir), s.step)
     model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)

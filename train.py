@@ -21,7 +21,7 @@ from tqdm import tqdm
 from data import DataError
 from data.dataset import Dataset
 from data.prepare import prepares_for, resolve
-from kit import checkpoint, finding, hf, loading, optimizer, runs
+from kit import checkpoint, finding, hf, kernels, loading, optimizer, runs
 from kit import device as machine
 from kit.distributed import Ranks, say
 from kit.errors import UserError, run
@@ -101,6 +101,7 @@ class TrainSettings:
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; fsdp shards the model
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # between processes; auto: nccl on GPUs
     timeout: float = 600.0  # seconds that processes wait for one another
+    kernels: Literal["auto", "torch"] = "auto"  # torch: none of our own, PyTorch's alone
     compile: Literal["auto"] | bool = "auto"  # torch.compile; auto: on a GPU
     debug: bool = False  # show tracebacks of mistakes
 
@@ -130,7 +131,8 @@ class TrainSettings:
         self.model_config(vocab_size=1)
 
     def model_config(self, vocab_size: int) -> GPTConfig:
-        names = {f.name for f in fields(GPTConfig)} - {"vocab_size"}
+        """The architecture; what is no setting keeps the default that GPTConfig has for it."""
+        names = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(self)}
         try:
             return GPTConfig(vocab_size=vocab_size, **{n: getattr(self, n) for n in names})
         except ValueError as e:
@@ -154,13 +156,18 @@ def main(argv: list[str]) -> int:
         machine.prepare_device(device)
         if s.eval_only:
             return evaluate_only(s, source, data, device, ranks)
-        run, dtype = runs.begin(loaded, ARCHITECTURE, data, device, ranks)
-        trainer = Trainer(s, run, source, data, device, dtype, ranks)
-        with trainer.interrupt, explained(run.path, s, ranks.world), trainer.writer:
-            trainer.loop()
-        if trainer.progress.finished:
-            trainer.report.conclude(trainer.model if trainer.parallel != "fsdp" else None, device)
-            return 0
+        run, dtypes, wanted = runs.begin(loaded, ARCHITECTURE, data, device, ranks)
+        with kernels.install(wanted, say) as own:
+            trainer = Trainer(s, run, source, data, device, dtypes, own, ranks)
+            if run.replaces and ranks.main:  # --overwrite: now that all else is known to work
+                runs.clear(run.path)
+            trainer.report.begin()
+            with trainer.interrupt, explained(run.path, s, ranks.world), trainer.writer:
+                trainer.loop()
+            if trainer.progress.finished:
+                trainer.report.conclude(trainer.model if trainer.parallel != "fsdp" else None,
+                                        device)
+                return 0
         say(f"interrupted at step {trainer.progress.step}, saved. Go on with:\n"
             f"    {runs.command_to_go_on(loaded, run.path, ranks)}")
         return 128 + trainer.signal
@@ -194,12 +201,12 @@ class Trainer:
     """Model, optimizers, data and progress, and the loop that moves them."""
 
     def __init__(self, s: TrainSettings, run: runs.Run, source: Path | None, data: Dataset,
-                 device: torch.device, dtype: torch.dtype, ranks: Ranks):
+                 device: torch.device, dtypes: machine.Dtypes, own: kernels.Kernels, ranks: Ranks):
         self.s, self.path, self.data, self.device, self.ranks = s, run.path, data, device, ranks
         self.share = ranks.divide(s.batch_size, s.gradient_accumulation_steps)
         self.rows = s.batch_size * s.gradient_accumulation_steps  # of an update
-        self.autocast = partial(machine.autocast, device, dtype)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.autocast = partial(machine.autocast, device, dtypes.products)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtypes.products == torch.float16)
         self.progress, self.interrupt, self.signal = Progress(), Interrupt(), 0
         self.writer = checkpoint.Writer()
         self.ahead: tuple[int, list] = (-1, [])  # the next update's first row and batches
@@ -211,18 +218,22 @@ class Trainer:
             ranks.once(lambda: loading.load_weights(
                 self.model, folder / "model.safetensors", s.extend_positions, crop=not run.resume))
         ranks.alike(lambda: optimizer.freeze(self.model, s.freeze))
+        own.take_loss(self.model)
+        for name in own.wanted:  # what one rank lacks, none has
+            if ranks.agree(name not in own.names):
+                own.drop(name, self.model)
         self.parallel = ranks.tell(ranks.choose(s.parallel, self.model, device))
         if self.parallel == "fsdp" and self.scaler.is_enabled():
             ranks.refuse("dtype=float16 does not go with parallel=fsdp; take bfloat16 or float32")
         self.replica = ranks.place(self.model, device, self.parallel)  # what is called for a loss
-        self.optimizers = optimizer.build_optimizers(self.model, s)
+        self.optimizers = optimizer.build_optimizers(self.model, s, dtypes.muon)
         if run.resume:
             self.restore(*run.resume, run.over)
         elif source:
             say(f"starting from the weights of {source}")
         compiled = machine.compile_model(self.model, s.compile, self.autocast)
         self.report = Report(s, run, data, ranks, self.progress)
-        self.report.introduce(self.model, device, dtype, compiled, self.parallel)
+        self.report.introduce(self.model, device, dtypes, own, compiled, self.parallel)
 
     def restore(self, folder: Path | None, state: dict[str, Any], over: bool) -> None:
         """Take up a checkpoint exactly where it was left; rank 0 alone has the folder."""

@@ -3,9 +3,11 @@
     python -m bench.train --nanogpt=~/nanoGPT                    all parts, three rounds
     python -m bench.train --nanogpt=~/nanoGPT --parts=loss       seconds to nanoGPT's loss
     python -m bench.train --parts=throughput --rounds=1          ours alone
+    python -m bench.train --parts=muon --rounds=5                an update with Muon and with AdamW
 
 loss: Tiny Shakespeare by characters, 4 layers, width 128, context 64: nanoGPT's 2,000 steps, our
-short schedule and our long one. throughput: GPT-2 124M at context 1024. gpu: both kinds on a GPU.
+short schedule and our long one. muon: an update of that shape with Muon and with AdamW alone.
+throughput: GPT-2 124M at context 1024. gpu: both kinds on a GPU.
 Each trial is a process of its own, nothing else runs meanwhile, and the sides take turns, round
 after round. Seconds of training leave out evaluating and saving, for both sides.
 """
@@ -30,9 +32,10 @@ from data.prepare import Parser, resolve
 from data.sources import data_root
 from kit.errors import run
 
-PARTS = ("loss", "throughput", "gpu")
+PARTS = ("loss", "muon", "throughput", "gpu")
 OURS = {"ours": "config/shakespeare_char_cpu.py",
         "ours long": "config/shakespeare_char_cpu_long.py"}
+OURS_MUON = {"ours": "config/shakespeare_char_cpu.py"}
 OURS_GPU = {"ours": "config/shakespeare_char.py"}
 CHARS_TITLE = "Tiny Shakespeare by characters"
 TARGET_GPU = 1.4697  # nanoGPT's best on the 6/6/384 shape, by its README
@@ -109,6 +112,19 @@ class Bench:
         shape = "4 layers, 4 heads, width 128, context 64"
         return row | {"png": draw(rounds, self.args.out / "train.png", f"{CHARS_TITLE}: {shape}")}
 
+    def muon(self, peak: float) -> Row:
+        dataset = self.text()
+        short = ["--max_iters=100", "--eval_interval=100", "--eval_iters=1"]
+        flags = [*short, "--device=cpu", "--lr_decay_iters=100", "--log_interval=1"]
+        sides = self.sides(dataset, [*CHARS_CPU, *short], OURS_MUON, flags)
+        adamw = self.sides(dataset, [], {"AdamW": OURS_MUON["ours"]}, [*flags, "--optimizer=adamw"])
+        row = speed_rows(self.rounds({**sides, "AdamW": adamw["AdamW"]}), peak, skip=10)
+        show_speed("Tiny Shakespeare by characters, 4 layers, width 128, 12 rows of 64, on the "
+                   "CPU: ours with Muon beside AdamW alone", row)
+        row["ratio"] = next(m["of_adamw"] for m in row["medians"] if m["side"] == "ours")
+        print(f"an update with Muon takes {row['ratio']:.2f} times as long as one with AdamW")
+        return row
+
     def throughput(self, peak: float) -> Row:
         dataset = self.tokens()
         theirs = [f"--dataset={BIG}", *BOTH, *CPU, "--compile=False", "--max_iters=4",
@@ -156,9 +172,10 @@ def gpu_name() -> str | None:
 def gpu_peak() -> float:
     import torch
 
-    from kit.device import peak_flops
+    from kit.device import fast_dtype, peak_flops
 
-    return peak_flops(torch.bfloat16, torch.device("cuda"))
+    cuda = torch.device("cuda")
+    return peak_flops(fast_dtype(cuda), cuda)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -61,7 +61,9 @@ def speed_rows(rounds: Rounds, peak: float, skip: int) -> Row:
         for side, trial in trials.items():
             rows.append({"round": number, "side": side, "update_s": update_s[side],
                          "tok_s": tok_s[side], "ratio": share(tok_s[side], tok_s.get("nanoGPT")),
-                         "mfu": tok_s[side] * flops / peak, "peak_mib": trial.peak_mib})
+                         "of_adamw": share(update_s[side], update_s.get("AdamW")),
+                         "mfu": tok_s[side] * flops / peak, "peak_mib": trial.peak_mib,
+                         "dtypes": trial.dtypes or None})
     return summary(rows)
 
 
@@ -83,10 +85,13 @@ def show_race(title: str, row: Row) -> None:
 
 def show_speed(title: str, row: Row) -> None:
     print(f"\n{title}; medians of the updates of a trial")
-    print_table(row["trials"] + row["medians"], [
-        ("round", "round", ""), ("side", "side", ""), ("update_s", "s an update", ".3f"),
-        ("tok_s", "tokens/s", ",.1f"), ("ratio", "x nanoGPT's", ".2f"), ("mfu", "MFU", ".1%"),
-        ("peak_mib", "peak MiB", ",.0f")])
+    columns = [("round", "round", ""), ("side", "side", ""), ("update_s", "s an update", ".4f"),
+               ("tok_s", "tokens/s", ",.1f"), ("ratio", "x nanoGPT's", ".2f"),
+               ("mfu", "MFU", ".1%"), ("peak_mib", "peak MiB", ",.0f"),
+               ("dtypes", "products, Muon", "")]
+    if any(trial["of_adamw"] for trial in row["trials"]):
+        columns.insert(3, ("of_adamw", "of AdamW's", ".2f"))
+    print_table(row["trials"] + row["medians"], columns)
 
 
 def draw(rounds: Rounds, path: Path, title: str) -> str:

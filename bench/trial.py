@@ -42,6 +42,7 @@ class Trial(NamedTuple):
     seconds: float  # of the whole process
     peak_mib: float  # on the GPU if that is where it ran
     shape: dict[str, Any]  # of our GPTConfig; {} for nanoGPT, whose shape is the same
+    dtypes: str = ""  # of our products and, if it is the optimizer, of Muon's
 
 
 def tell(line: str) -> None:
@@ -100,7 +101,8 @@ def ours(config: str, flags: list[str], out: Path) -> Trial:
         updates[-1]["tokens"] / updates[-1]["step"],
         [(row["step"], row["train_s"], row["val_loss"]) for row in rows if "val_loss" in row],
         done.seconds, float(peak[1].replace(",", "")) if on_gpu else done.peak_mib,
-        {name: value for name, value in model.items() if name not in ("format", "seal")})
+        {name: value for name, value in model.items() if name not in ("format", "seal")},
+        " ".join(run[name] for name in ("dtype", "muon_dtype") if run[name]))
 
 
 def sizes(shapes: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -116,13 +118,17 @@ def sizes(shapes: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def cpu_peaks() -> dict[str, float]:
-    """FLOP/s of 2048 x 2048 products, the best of several; call it apart, it imports torch."""
+    """FLOP/s of 2048 x 2048 products, the best of several; call it apart, it imports torch.
+
+    Not of bf16 where the processor is far slower at it: one product may take ten seconds.
+    """
     import torch
 
-    from kit.device import matmul_seconds
+    from kit.device import bf16_gain, matmul_seconds
 
+    dtypes = {"bf16": torch.bfloat16} if bf16_gain() > 0.3 else {}
     return {name: 2 * 2048**3 / min(matmul_seconds(dtype, n=2048) for _ in range(5))
-            for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
+            for name, dtype in (dtypes | {"fp32": torch.float32}).items()}
 
 
 def commit(folder: Path) -> str | None:

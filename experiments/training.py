@@ -13,7 +13,7 @@ from torch.nn import utils
 from data.dataset import Dataset
 from data.prepare import resolve
 from experiments.lab import tick
-from kit.device import prepare_device
+from kit.device import muon_dtype, prepare_device
 from kit.evaluate import Batch, eval_batches, evaluate
 from kit.optimizer import build_optimizers, set_lr
 from model import GPT, KVCache
@@ -51,8 +51,9 @@ def train(model: GPT, batches: Batches, recipe: Recipe, share: float = 1.0,
     share: of a trial's way that this training is (see `tick`). each: called before update 0, 1, ...
     and after the last.
     """
-    prepare_device(torch.device("cpu"))
-    optimizers, losses = build_optimizers(model, recipe), []
+    cpu = torch.device("cpu")
+    prepare_device(cpu)
+    optimizers, losses = build_optimizers(model, recipe, muon_dtype(cpu)), []
     model.train()
     for step in range(recipe.max_iters):
         each(step)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from data import DataError
 from data.tokenizer import Tokenizer, from_json
 from kit import kernels
@@ -78,9 +80,10 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as e:
         raise UserError(f"{e.name} is not installed: pip install -r extras/requirements.txt"
                         ) from None
-    with (kernels.install(kernels.NAMES[s.kernels], note),
+    device = choose_device(s.device)
+    with (kernels.install(kernels.wanted(s.kernels, device), note),
           listen(s.host, s.port) as sock):  # before the model: a mistake here is told at once
-        model, tokenizer, name = open_model(s)
+        model, tokenizer, name = open_model(s, device)
         engine = Engine(model, tokenizer, s.max_concurrent, s.max_waiting)
         local = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
         app = make_app(s, name, engine, tokenizer, local)
@@ -102,9 +105,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on --host={host} --port={port}: {why}") from None
 
 
-def open_model(s: ServeSettings) -> tuple[GPT, Tokenizer, str]:
+def open_model(s: ServeSettings, device: torch.device) -> tuple[GPT, Tokenizer, str]:
     """The model that is meant, as it shall run, its tokenizer, and the name of its run."""
-    device = choose_device(s.device)
     folder = find_checkpoint(find_run(s.out_dir), s.step)
     model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)

@@ -4,12 +4,15 @@ torch.cuda is never touched unless the device is cuda, so that CPU-only builds o
 """
 
 import ctypes
+import os
+import platform
 import re
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +22,16 @@ from kit.errors import UserError
 from model import GPT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PAYS = 1.4  # bf16 is chosen where its products are so many times as fast as those in fp32
+WITHOUT_BF16 = {  # values of ONEDNN_MAX_CPU_ISA that leave out the instructions for bf16 products
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+
+
+class Dtypes(NamedTuple):
+    """What a run computes in."""
+
+    products: torch.dtype  # of the model, under autocast
+    muon: torch.dtype | None = None  # of Muon's iterations; None: another optimizer
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -46,25 +59,83 @@ def choose_device(wanted: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """auto: bf16 where the hardware multiplies it fast, fp16 on older cards, fp32 otherwise."""
+def choose_dtype(wanted: str, device: torch.device, run: Any = None) -> torch.dtype:
+    """The dtype of training and evaluation; auto is the one that `fast_dtype` says.
+
+    run: what a checkpoint says of its run; on the same type of device auto keeps its dtype, though
+    a trial might find otherwise today.
+    """
     if wanted == "float16" and device.type == "cpu":
         raise UserError("dtype=float16 does not train on a CPU; use float32, bfloat16 or auto")
-    if wanted != "auto":
-        return DTYPES[wanted]
+    if wanted == "auto":
+        wanted = recorded(run, device).get("dtype", wanted)
+    return fast_dtype(device) if wanted == "auto" else DTYPES[wanted]
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of matrix products wherever speed alone decides: training, prompts, Muon.
+
+    bf16 where the hardware multiplies it fast, fp16 on older cards, fp32 otherwise.
+    """
     if device.type == "cuda":
         modern = torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere and later
         return torch.bfloat16 if modern else torch.float16
-    fast = device.type == "cpu" and bf16_gain() > 1.4
+    fast = device.type == "cpu" and bf16_gain() > PAYS
     return torch.bfloat16 if fast else torch.float32
+
+
+def muon_dtype(device: torch.device, run: Any = None) -> torch.dtype:
+    """The dtype of Muon's iterations: never fp16, whose range is too small for them.
+
+    run: as of `choose_dtype`; one that does not say had bf16, like all before there was a choice.
+    """
+    if saved := recorded(run, device):
+        return DTYPES[saved.get("muon_dtype") or "bfloat16"]
+    fast = fast_dtype(device) == torch.bfloat16
+    return torch.bfloat16 if fast else torch.float32
+
+
+def recorded(run: Any, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint says of its run, if that was on such a device and its dtypes are known."""
+    sound = (isinstance(run, dict) and run.get("device") == device.type
+             and run.get("dtype") in (*DTYPES,)
+             and run.get("muon_dtype") in (None, "float32", "bfloat16"))
+    return run if sound else {}
 
 
 @cache
 def bf16_gain() -> float:
-    """How many times as fast this CPU multiplies bf16 matrices as fp32 ones: a short trial."""
-    bf16, fp32 = (min(matmul_seconds(dtype) for _ in range(3))
-                  for dtype in (torch.bfloat16, torch.float32))
+    """How many times as fast this CPU multiplies bf16 matrices as fp32 ones; 0: it cannot.
+
+    Where it may be able to, a trial of 0.05 s: the best of 25 small products of each dtype, in
+    turn and on one thread. What else runs on the machine then slows down some of both; several
+    threads would wait for whichever of them has lost its core.
+    """
+    if not may_multiply_bf16():
+        return 0.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trials = [[matmul_seconds(dtype, n=256) for dtype in (torch.float32, torch.bfloat16)]
+                  for _ in range(25)]
+    finally:
+        torch.set_num_threads(threads)
+    fp32, bf16 = map(min, zip(*trials, strict=True))
     return fp32 / bf16
+
+
+def may_multiply_bf16() -> bool:
+    """Whether this CPU can have instructions for bf16 products; only of x86 a no is known.
+
+    There it takes AVX512_BF16 (AMX comes with it), which two variables of the environment may
+    hide: ATEN_CPU_CAPABILITY from PyTorch and ONEDNN_MAX_CPU_ISA from the library it multiplies by.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    told = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    return (told() and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
+            and most.upper() not in WITHOUT_BF16)
 
 
 def matmul_seconds(dtype: torch.dtype, device: torch.device | str = "cpu", n: int = 512) -> float:
@@ -104,12 +175,20 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
-def describe(device: torch.device, dtype: torch.dtype) -> str:
+def describe(device: torch.device, dtypes: Dtypes) -> str:
     """For the first line of a run."""
     name = {"cuda": lambda: torch.cuda.get_device_name(device), "mps": lambda: "Apple GPU",
-            "cpu": lambda: f"{torch.get_num_threads()} threads, bfloat16 products "
-                           f"{bf16_gain():.1f} times as fast as float32"}[device.type]()
-    return f"{device} ({name}), {name_of(dtype)}, torch {torch.__version__}{untested()}"
+            "cpu": lambda: f"{torch.get_num_threads()} threads, {spell_gain()}"}[device.type]()
+    muon = f", Muon in {name_of(dtypes.muon)}" if dtypes.muon else ""
+    return (f"{device} ({name}), {name_of(dtypes.products)}{muon}, "
+            f"torch {torch.__version__}{untested()}")
+
+
+def spell_gain() -> str:
+    """What `bf16_gain` found, for a person."""
+    gain = bf16_gain()
+    times = f"{gain:.1f} times as fast as" if gain >= 0.1 else "far slower than"
+    return f"bfloat16 products {times} float32" if gain else "no bfloat16 products"
 
 
 def untested() -> str:

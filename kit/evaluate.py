@@ -30,6 +30,7 @@ from kit.device import (
 from kit.distributed import Ranks, say
 from kit.errors import UserError, plain, run
 from kit.finding import WORDS, find_checkpoint, find_run, same_tokenizer
+from kit.kernels import install, wanted
 from kit.loading import load_model, load_weights
 from model import GPT
 
@@ -115,9 +116,11 @@ def evaluate_only(s: Any, source: Path | None, data: Any, device: torch.device,
         model, _, state = load_model(folder)
     batches = eval_batches(data.val, model.config.block_size, s.batch_size, s.eval_iters,
                            ranks.rank, ranks.world)
-    dtype = DTYPES[ranks.once(lambda: name_of(choose_dtype(s.dtype, device)))]
-    result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
-                      partial(autocast, device, dtype), add=ranks.add)
+    dtype = DTYPES[ranks.once(lambda: name_of(choose_dtype(s.dtype, device, state.get("run"))))]
+    with install(wanted(s.kernels, device), say) as own:
+        own.take_loss(model)
+        result = evaluate(model.to(device), batches, data.token_byte_lengths(), data.separator,
+                          partial(autocast, device, dtype), add=ranks.add)
     say(f"{folder}, step {state['step']}: {spell_loss(result)}")
     return 0
 
@@ -204,6 +207,8 @@ def main(argv: list[str]) -> int:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "auto"),
         help="of products; in 16 bits the figure depends on machine and batch size, too")
+    add("--kernels", default="auto", choices=("auto", "torch"),
+        help="torch: none of our own, PyTorch's alone (default: %(default)s)")
     add("--json", action="store_true", help="one JSON object on standard output")
     add("--debug", action="store_true", help="show tracebacks of mistakes")
     args = parser.parse_args(argv)
@@ -225,8 +230,8 @@ def measure(args: Any) -> dict[str, Any]:
         raise UserError(f"{args.run}: no such folder; expected a run or a checkpoint")
     folder = find_checkpoint(find_run(args.run), args.step)
     device = choose_device(args.device)
-    dtype = choose_dtype(args.dtype, device)
     model, _, state = load_model(folder)
+    dtype = choose_dtype(args.dtype, device, state.get("run"))
     longest = model.config.block_size
     block_size = longest if args.block_size is None else args.block_size
     if not 1 <= block_size <= longest:
@@ -241,8 +246,10 @@ def measure(args: Any) -> dict[str, Any]:
         print(split.report(block_size, rows), file=sys.stderr)
     if device.type == "cpu" or dtype != torch.float32:  # on a GPU it would also allow TF32
         prepare_device(device)
-    result = evaluate_split(model.to(device), data, split, block_size, batch_size,
-                            partial(autocast, device, dtype))
+    with install(wanted(args.kernels, device), partial(print, file=sys.stderr)) as own:
+        own.take_loss(model)
+        result = evaluate_split(model.to(device), data, split, block_size, batch_size,
+                                partial(autocast, device, dtype))
     if not math.isfinite(result["loss"]):
         raise UserError(f"{folder}: loss {result['loss']}: its weights are damaged, or overflow")
     digits = {"loss": 6, "bpb": 6, "perplexity": 5}  # those that rounding leaves alone

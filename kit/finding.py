@@ -126,7 +126,8 @@ def adopt_architecture(settings: Any, given: set[str], source: Path | None) -> N
     settings.block_size = context_for(config, settings, given, source)
     if (config.attn_logn, config.logn_base) == ("clipped", None):
         config = replace(config, logn_base=max(config.block_size, 2))  # whatever the context is now
-    for name in sorted(vars(config).keys() - {"vocab_size", "dropout", "block_size"}):
+    names = vars(config).keys() & vars(settings).keys() - {"vocab_size", "dropout", "block_size"}
+    for name in sorted(names):
         ours, theirs = getattr(settings, name), getattr(config, name)
         if name in given and ours != theirs:
             raise UserError(f"{name}={ours}, but the weights of {source} have {name}={theirs}; "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kit.device import device_of
 from kit.errors import UserError
 from kit.sharding import blocks_of, gathered, like, local
 from model import GPT, GPTConfig
@@ -78,9 +79,12 @@ class Muon(torch.optim.Muon):
     The update of a matrix is made nearly orthogonal by a few Newton-Schulz iterations
     (https://kellerjordan.github.io/posts/muon); one batched product beats many small ones. Where
     FSDP shards matrices, each rank puts them together and takes its own share of the result.
+    dtype: of the iterations, fp32 or bf16, whichever is faster here (kit.device.muon_dtype).
     """
 
-    dtype = torch.bfloat16  # of the iterations
+    def __init__(self, params: Any, dtype: torch.dtype = torch.float32, **options: Any):
+        super().__init__(params, **options)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -117,10 +121,11 @@ class Muon(torch.optim.Muon):
             w.sub_(local(like(u.mT if t else u, p)), alpha=group["lr"] * scale)
 
 
-def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
+def build_optimizers(model: GPT, s: Any,
+                     muon_dtype: torch.dtype | None = None) -> list[Optimizer]:
     """AdamW, which decays matrices only, or Muon for the blocks' matrices and AdamW for the rest.
 
-    Every group remembers its `peak_lr`.
+    Every group remembers its `peak_lr`. muon_dtype: of Muon's iterations; None: fp32.
     """
     hidden, embeddings, vectors = split_parameters(model)
     factors = depth_factors(model, s.layer_lr_decay)
@@ -136,10 +141,11 @@ def build_optimizers(model: GPT, s: Any) -> list[Optimizer]:
             groups(decayed, s.learning_rate, weight_decay=s.weight_decay)
             + groups(vectors, s.learning_rate, weight_decay=0.0),
             lr=s.learning_rate, betas=(s.beta1, s.beta2),
-            fused=model.wte.weight.device.type != "mps"))
+            fused=device_of(model).type != "mps"))
     if s.optimizer == "muon" and hidden:
-        optimizers.append(Muon(groups(hidden, s.muon_lr), lr=s.muon_lr,
-                               weight_decay=s.weight_decay, momentum=s.muon_momentum))
+        optimizers.append(Muon(groups(hidden, s.muon_lr), muon_dtype or torch.float32,
+                               lr=s.muon_lr, weight_decay=s.weight_decay,
+                               momentum=s.muon_momentum))
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers

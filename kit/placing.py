@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kit.device import DTYPES, name_of
+from kit.device import DTYPES, fast_dtype, name_of
 from kit.errors import UserError
 from kit.kernels import fast, native
 from kit.kernels.leaves import round_linears
@@ -22,8 +22,7 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
         if s.quantize != "none" or s.compile is True:
             raise UserError(f"quantize={s.quantize}, compile={s.compile}: for --device=cpu, "
                             f"not {device.type}, and without --dtype=float16")
-        auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model.to(device, auto if s.dtype == "auto" else DTYPES[s.dtype]).eval()
+        model.to(device, fast_dtype(device) if s.dtype == "auto" else DTYPES[s.dtype]).eval()
         return name_of(next(model.parameters()).dtype)
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     asked = s.quantize if s.quantize != "none" else s.dtype

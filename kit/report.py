@@ -14,8 +14,9 @@ from kit import checkpoint
 from kit import device as machine
 from kit.distributed import Ranks, say
 from kit.files import write_json
+from kit.kernels import Kernels
 from kit.metrics import Log, Progress, draw_loss
-from kit.runs import Run, clear
+from kit.runs import Run
 from kit.sampling import start_ids, write_text
 from model import GPT
 
@@ -24,27 +25,28 @@ class Report:
     """The voice of a run. data is its data set, progress what moves while it trains."""
 
     def __init__(self, s: Any, run: Run, data: Any, ranks: Ranks, progress: Progress):
-        self.s, self.run, self.data, self.ranks, self.progress = s, run, data, ranks, progress
+        self.s, self.data, self.ranks, self.progress = s, data, ranks, progress
         self.path = run.path
+        self.before = (run.resume[1].get("run") if run.resume else None) or {}  # what was said then
         self.drawn = time.perf_counter()  # when the curve was drawn
         self.began = self.drawn - progress.elapsed_s
         self.peak_tok_s = math.inf
         self.about: dict[str, Any] = {}  # what config.json holds, and each checkpoint too
 
-    def introduce(self, model: GPT, device: torch.device, dtype: torch.dtype, compiled: str,
-                  parallel: str) -> None:
-        """The first lines; then config.json and the log are there. Replaces a run if told to."""
+    def introduce(self, model: GPT, device: torch.device, dtypes: machine.Dtypes, own: Kernels,
+                  compiled: str, parallel: str) -> None:
+        """The first lines. Nothing is written before `begin`."""
         if not self.ranks.main:
             return
-        if self.run.replaces:  # now that all else is known to work
-            clear(self.path)
-        s, data, p, world = self.s, self.data, self.progress, self.ranks.world
-        say(f"device: {machine.describe(device, dtype)}")
-        self.peak_tok_s = world * machine.peak_flops(dtype, device) / machine.flops_per_token(model)
+        s, data, world = self.s, self.data, self.ranks.world
+        say(f"device: {machine.describe(device, dtypes)}")
+        peak = world * machine.peak_flops(dtypes.products, device)
+        self.peak_tok_s = peak / machine.flops_per_token(model)
         still = sum(w.numel() for w in model.parameters() if not w.requires_grad)
         frozen = f" ({still:,} of them frozen)" if still else ""
         say(f"model: {model.num_params():,} parameters{frozen}, {data.vocab_size:,} tokens "
-            f"({data.tokenizer.spec}); compile {compiled}")
+            f"({data.tokenizer.spec}); kernels {', '.join(own.names) or 'of PyTorch'}; compile "
+            f"{compiled}")
         batch, pieces = self.ranks.divide(s.batch_size, s.gradient_accumulation_steps)
         rows = s.batch_size * s.gradient_accumulation_steps
         processes = "1 process" if world == 1 else f"{world} processes ({parallel})"
@@ -53,15 +55,33 @@ class Report:
         epochs = s.max_iters * rows / data.train.epoch_rows(s.block_size)
         say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
             f"of {data.folder.name}, in {self.path}")
-        before = (self.run.resume[1].get("run") if self.run.resume else None) or {}
-        began = before.get("settings", {}).get("init_from", s.init_from)
-        settings = asdict(s) | {"init_from": began}  # whatever command goes on with it
-        self.wandb = Wandb(s.wandb_log, settings, self.path.name, before.get("wandb_id"), say)
-        self.about = {"settings": settings, "device": device.type, "launch": self.ranks.launch,
-                      "dtype": machine.name_of(dtype), "dataset_hash": data.hash,
-                      "wandb_id": self.wandb.id, "over": False}
+        began = self.before.get("settings", {}).get("init_from", s.init_from)
+        self.about = {
+            "settings": asdict(s) | {"init_from": began},  # whatever command goes on with it
+            "device": device.type, "launch": self.ranks.launch,
+            "dtype": machine.name_of(dtypes.products),
+            "muon_dtype": dtypes.muon and machine.name_of(dtypes.muon),
+            "kernels": own.names, "kernels_lost": self.kernels_lost(own),
+            "dataset_hash": data.hash, "over": False}
+
+    def kernels_lost(self, own: Kernels) -> list[dict[str, Any]]:
+        """What the run had before and has not any more, with the steps; a new loss is said."""
+        lost, known = [n for n in own.wanted if n not in own.names], self.before.get("kernels_lost")
+        if not lost or "kernels" not in self.before:
+            return known or []
+        say(f"note: {', '.join(lost)}: kernels that the run had are not to be had now; it goes on "
+            "with PyTorch's, and the last bits will differ")
+        return [*(known or []), {"step": self.progress.step, "kernels": lost}]
+
+    def begin(self) -> None:
+        """Write config.json and open the log and wandb."""
+        if not self.ranks.main:
+            return
+        self.wandb = Wandb(self.s.wandb_log, self.about["settings"], self.path.name,
+                           self.before.get("wandb_id"), say)
+        self.about |= {"wandb_id": self.wandb.id}
         write_json(self.path / "config.json", self.about)
-        self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
+        self.log = Log(self.path / "log.jsonl", self.progress.step, self.progress.last_eval)
 
     def record(self, row: dict[str, Any]) -> None:
         """A line of the log."""

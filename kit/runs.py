@@ -13,11 +13,12 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 from kit import checkpoint
-from kit.device import DTYPES, choose_dtype, name_of
+from kit.device import DTYPES, Dtypes, choose_dtype, muon_dtype, name_of
 from kit.distributed import Ranks, say
 from kit.errors import UserError
 from kit.files import hide, read_json, remove
 from kit.finding import WORDS, out_root, same_place, same_tokenizer, settings_in
+from kit.kernels import wanted
 from kit.loading import refuse_lie
 from kit.settings import Loaded, Say
 
@@ -37,8 +38,8 @@ class Run(NamedTuple):
 
 
 def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
-          ranks: Ranks) -> tuple[Run, torch.dtype]:
-    """Claim the folder of a run and look at what goes on; with the dtype that it trains in.
+          ranks: Ranks) -> tuple[Run, Dtypes, list[str]]:
+    """Claim the folder of a run and look at what goes on -> it, its dtypes and its kernels.
 
     Rank 0 does so, for it alone reads and writes the folder, and tells the others.
     """
@@ -48,18 +49,23 @@ def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
         name = loaded.files[-1].stem if loaded.files else "run"
         run = claim(s.out_dir, name, s.init_from, s.overwrite, say, ranks.launch)
         mine.append(run)
-        wanted = s.dtype
+        saved = None
         if run.resume:
             check_resume(run, s, fixed, data, say)
             refuse_lie(s.model_config(data.vocab_size), run.resume[0] / "model.safetensors")
-            wanted = same_dtype(run, s.dtype, device.type)
-        return {"path": str(run.path), "dtype": name_of(choose_dtype(wanted, device)),
-                "state": run.resume and run.resume[1], "over": run.over}
+            saved = config_of(run)
+        kernels = wanted(s.kernels, device)
+        if saved and saved["device"] == device.type and saved["settings"].get(
+                "kernels", "auto") == s.kernels:
+            kernels = [n for n in kernels if n in saved.get("kernels", kernels)]
+        muon = name_of(muon_dtype(device, saved)) if s.optimizer == "muon" else None
+        return {"path": str(run.path), "dtype": name_of(choose_dtype(s.dtype, device, saved)),
+                "muon_dtype": muon, "kernels": kernels, "state": run.resume and run.resume[1], "over": run.over}
 
     told = ranks.once(work)
     resume = (None, told["state"]) if told["state"] else None
     run = mine[0] if mine else Run(Path(told["path"]), None, resume, False, told["over"])
-    return run, DTYPES[told["dtype"]]
+    return run, Dtypes(DTYPES[told["dtype"]], DTYPES.get(told["muon_dtype"])), told["kernels"]
 
 
 def has_run(path: Path) -> bool:
@@ -185,6 +191,7 @@ def config_of(run: Run) -> dict[str, Any]:
     settings = saved.get("settings") if isinstance(saved, dict) else None
     sound = isinstance(settings, dict) and "dataset" in settings
     sound = sound and str(saved.get("dtype")) in DTYPES
+    sound = sound and saved.get("muon_dtype") in (None, "float32", "bfloat16")
     if not sound or not all(isinstance(saved.get(n), str) for n in ("device", "dataset_hash")):
         raise UserError(f"{run.path}: what its checkpoint says of the run's settings is not ours")
     return saved
@@ -209,12 +216,6 @@ def check_resume(run: Run, settings: Any, fixed: set[str], data: Any, say: Say) 
     if state.get("threads") != (threads := torch.get_num_threads()):
         say(f"note: {state.get('threads')} threads before, {threads} now: the last bits will "
             "differ")
-
-
-def same_dtype(run: Run, wanted: str, device_type: str) -> str:
-    """dtype=auto stays what it was, though a trial might choose otherwise today."""
-    saved = config_of(run)
-    return saved["dtype"] if wanted == "auto" and saved["device"] == device_type else wanted
 
 
 def settings_of(s: Any) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ import torch
 
 import train
 from data import DataError
-from kit import optimizer
+from kit import runs
 from kit.errors import run
 
 
@@ -41,8 +41,8 @@ def rank(job: dict, number: int, port: int) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.argv = ["train.py", *job["argv"], *(job.get("last_flags", ()) if number else ())]
-    if job.get("fp32_muon"):
-        optimizer.Muon.dtype = torch.float32
+    muon = torch.float32 if job.get("fp32_muon") else torch.bfloat16  # whatever is faster here
+    runs.muon_dtype = lambda *_: muon
     if job.get("hang") and number == 1:
         real = train.Trainer.update
 

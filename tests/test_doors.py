@@ -21,8 +21,8 @@ DOORS = {  # room -> what of ours it may import
     "experiments": {"kit", "data", "model"},
 }
 KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
-    "metrics": {"files", "settings"}, "optimizer": {"sharding"},
-    "evaluate": {"checkpoint", "device", "distributed", "finding", "loading"},
+    "metrics": {"files", "settings"}, "optimizer": {"device", "sharding"},
+    "evaluate": {"checkpoint", "device", "distributed", "finding", "kernels", "loading"},
     "distributed": {"rendezvous", "sharding"},
     "checkpoint": {"files", "settings"},
     "loading": {"checkpoint", "files", "positions", "settings"},
@@ -37,8 +37,10 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "plot": {"files", "finding", "metrics"},
     "writing": {"device", "lookup", "prompts", "sampling", "window"},
     "session": {"device", "sampling", "window", "writing"}, "sampling": {"topk", "window"},
-    "runs": {"checkpoint", "device", "distributed", "files", "finding", "loading", "settings"},
-    "report": {"checkpoint", "device", "distributed", "files", "metrics", "runs", "sampling"},
+    "runs": {"checkpoint", "device", "distributed", "files", "finding", "kernels", "loading",
+             "settings"},
+    "report": {"checkpoint", "device", "distributed", "files", "kernels", "metrics", "runs",
+               "sampling"},
 }
 # parts of kit/ that are commands: they may import data
 COMMANDS = {"evaluate", "hf", "hf_check", "hf_export", "hf_tokenizer", "hf_weights", "importing",

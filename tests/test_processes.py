@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -91,6 +92,37 @@ def test_kill_9_again_and_again_ends_in_the_weights_of_an_undisturbed_run(comman
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
     assert not list((tmp_path / "parts" / "ckpt").glob(".tmp-*"))
+
+
+def test_without_bf16_products_all_that_speed_decides_is_fp32(command, tmp_path):
+    """As on a processor with AVX2 alone: training, Muon and prompts, and no time lost on a trial.
+
+    The variables cap nothing but x86; elsewhere all agree with what the trial says there.
+    """
+    as_avx2 = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2",
+                            "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    done = subprocess.run([*command("run"), "--max_iters=5", "--device=cpu"], env=as_avx2,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    code = ("import json, torch\n"
+            "from kit.device import bf16_gain\n"
+            "from kit.kernels import fast\n"
+            "from kit.kernels.leaves import bf16_pays\n"
+            "from model import GPT, GPTConfig\n"
+            "model = GPT(GPTConfig(vocab_size=9, block_size=64, n_layer=1, n_head=1, n_embd=32))\n"
+            "fast(model, 'bfloat16')\n"
+            "prompts = model.h[0].attn.c_attn(torch.ones(50, 32)).dtype\n"
+            "print(json.dumps([bf16_pays(), str(prompts), bf16_gain()]))")
+    told = subprocess.run([sys.executable, "-c", code], env=as_avx2, cwd=CLONE, text=True,
+                          capture_output=True, check=True)
+    pays, prompts, gain = json.loads(told.stdout)
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        assert gain == 0 and "no bfloat16 products" in done.stdout
+    dtype = "bfloat16" if pays else "float32"
+    assert pays == (gain > 1.4)
+    assert (config["dtype"], config["muon_dtype"], prompts) == (dtype, dtype, f"torch.{dtype}")
+    assert f"), {dtype}, Muon in {dtype}, torch" in done.stdout
 
 
 def heed() -> None:

@@ -19,9 +19,10 @@ import torch
 
 import train
 from data.shards import Split
-from kit import checkpoint, sampling
+from kit import checkpoint, evaluate, sampling
 from kit.errors import UserError
 from kit.errors import run as cli
+from kit.report import Report
 
 GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
 CONFIG = """
@@ -226,6 +227,56 @@ def test_eval_only_writes_nothing(run, tmp_path, capsys):
     code, _ = run("--eval_only=True")
     assert code == 0 and f"{log(path)[-1]['val_loss']:.4f}" in capsys.readouterr().out
     assert before == {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+
+
+@pytest.mark.parametrize("gain, dtype", [(0.0, "float32"), (2.0, "bfloat16")])
+def test_dtypes_are_chosen_once_said_recorded_and_kept(run, monkeypatch, capsys, gain, dtype):
+    """By what the processor does when the run begins, also where it seems to do another later."""
+    flags = ("--optimizer=muon", "--dtype=auto")
+    monkeypatch.setattr("kit.device.bf16_gain", lambda: gain)
+    _, whole = run(*flags, out="whole")
+    go_on = stop_at(monkeypatch, 7)
+    _, path = run(*flags)
+    config = json.loads((path / "config.json").read_text())
+    assert (config["dtype"], config["muon_dtype"]) == (dtype, dtype)
+    words = "no bfloat16 products" if dtype == "float32" else "2.0 times as fast as float32"
+    first = next(line for line in capsys.readouterr().out.splitlines() if "device:" in line)
+    assert words in first and f"), {dtype}, Muon in {dtype}, torch" in first
+    go_on()
+    monkeypatch.setattr("kit.device.bf16_gain", lambda: 2.0 - gain)
+    assert run(*flags)[0] == 0
+    assert f"), {dtype}, Muon in {dtype}, torch" in capsys.readouterr().out
+    assert weights(whole) == weights(path)
+    seen, real = [], evaluate.autocast
+    monkeypatch.setattr(evaluate, "autocast", lambda *a: (seen.append(a[1]), real(*a))[1])
+    assert run(*flags, "--eval_only=True")[0] == 0
+    args = [str(path), "--dtype=auto", "--device=cpu"]
+    assert evaluate.main(args) == 0 and f"; {dtype} on cpu" in capsys.readouterr().out
+    assert set(seen) == {getattr(torch, dtype)}
+
+
+def test_a_run_from_before_there_was_a_choice_keeps_muon_in_bf16(run, monkeypatch, capsys):
+    monkeypatch.setattr("kit.device.bf16_gain", lambda: 2.0)
+    _, whole = run("--optimizer=muon", out="whole")
+    real = Report.introduce
+
+    def introduce(self, *args):
+        real(self, *args)
+        del self.about["muon_dtype"]
+
+    monkeypatch.setattr(Report, "introduce", introduce)
+    go_on = stop_at(monkeypatch, 7)
+    _, path = run("--optimizer=muon")
+    state = json.loads((path / "ckpt" / "step_000007" / "state.json").read_text())
+    assert "muon_dtype" not in state["run"] and state["run"]["dtype"] == "float32"
+    go_on()
+    monkeypatch.setattr(Report, "introduce", real)
+    monkeypatch.setattr("kit.device.bf16_gain", lambda: 0.0)
+    capsys.readouterr()
+    assert run("--optimizer=muon")[0] == 0
+    assert "), float32, Muon in bfloat16, torch" in capsys.readouterr().out
+    assert weights(whole) == weights(path)
+    assert json.loads((path / "config.json").read_text())["muon_dtype"] == "bfloat16"
 
 
 # --------------------------------------------------------------------------- stop and go on

@@ -8,7 +8,7 @@ speed                what a script calls: makes a model fast, and says what it d
 """
 
 from kit.kernels.leaves import FEW
-from kit.kernels.operators import NAMES, install, take_loss
+from kit.kernels.operators import Kernels, install, wanted
 from kit.kernels.speed import fast
 
-__all__ = ["FEW", "NAMES", "fast", "install", "take_loss"]
+__all__ = ["FEW", "Kernels", "fast", "install", "wanted"]

@@ -73,15 +73,22 @@ OPERATORS: dict[str, tuple[str, Callable]] = {  # our name -> PyTorch's, and wha
     "attention": ("scaled_dot_product_attention", attention), "dropout": ("dropout", dropout)}
 
 
-NAMES = {"auto": (*OPERATORS, "loss"), "torch": ()}  # setting `kernels` -> what it asks for
+LOSS = "loss"  # taken by a model, not put under an operator: see Kernels.take_loss
+
+
+def wanted(setting: str, device: torch.device) -> list[str]:
+    """The names of the kernels that the setting `kernels` asks for; those of operators: on a CPU."""
+    if setting == "torch":
+        return []
+    return [*(OPERATORS if device.type == "cpu" else ()), LOSS]
 
 
 class Kernels:
     """What `install` put in the place of PyTorch's; `restore`, or the end of `with`, undoes it."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []  # of those that are in place
-        self.libraries: list[torch.library.Library] = []
+    def __init__(self, names: Iterable[str]) -> None:
+        self.wanted, self.names = [*names], []  # asked for; in place
+        self.libraries: dict[str, torch.library.Library] = {}
 
     def add(self, name: str) -> str:
         """Put one of OPERATORS in place -> "", or why PyTorch refuses it."""
@@ -93,14 +100,26 @@ class Kernels:
         except RuntimeError as e:
             library._destroy()
             return " ".join(str(e).split())[:150]
-        self.libraries.append(library)
+        self.libraries[name] = library
         self.names.append(name)
         return ""
 
-    def restore(self) -> None:
-        for library in self.libraries:
+    def take_loss(self, model: GPT) -> None:
+        """Let a model compute its loss by `chunked_loss`, if that is asked for and is its loss."""
+        if LOSS in self.wanted and take_loss(model):
+            self.names.append(LOSS)
+
+    def drop(self, name: str, model: GPT | None = None) -> None:
+        """Bring back PyTorch's in the place of one, if it is there."""
+        if library := self.libraries.pop(name, None):
             library._destroy()
-        self.names, self.libraries = [], []
+        if name == LOSS and model is not None:
+            vars(model).pop("loss", None)
+        self.names = [n for n in self.names if n != name]
+
+    def restore(self) -> None:
+        for name in [*self.libraries]:
+            self.drop(name)
 
     def __enter__(self) -> "Kernels":
         return self
@@ -109,14 +128,14 @@ class Kernels:
         self.restore()
 
 
-def install(names: Iterable[str] = NAMES["auto"], warn: Callable[[str], None] = print
+def install(names: Iterable[str] = (*OPERATORS, LOSS), warn: Callable[[str], None] = print
             ) -> Kernels:
     """Let PyTorch's operators use these kernels, on the CPU, until the handle is told to restore.
 
     What PyTorch refuses is one line, and its own kernel stays.
     """
-    kernels = Kernels()
-    for name in names:
+    kernels = Kernels(names)
+    for name in kernels.wanted:
         if name in OPERATORS and (why := kernels.add(name)):
             warn(f"note: {name} stays PyTorch's own: {why}")
     return kernels

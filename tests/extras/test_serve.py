@@ -213,8 +213,8 @@ def client(app_run):
     """Calls the application without a network; `client.engine` is its engine."""
     from starlette.testclient import TestClient
 
-    settings = serve.ServeSettings(out_dir=str(app_run), compile=False)
-    model, tokenizer, name = serve.open_model(settings)
+    settings = serve.ServeSettings(out_dir=str(app_run), kernels="torch")
+    model, tokenizer, name = serve.open_model(settings, torch.device("cpu"))
     clients, engines = [], []
 
     def make(local=True, api_key=None, rows=4, waiting=8, writes_with=tokenizer, **limits):

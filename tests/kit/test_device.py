@@ -12,16 +12,21 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from kit.fast import bf16_pays
 
 from kit import device as kit_device
 from kit.device import (
+    Dtypes,
     autocast,
     bf16_gain,
     choose_device,
     choose_dtype,
     compile_model,
     describe,
+    fast_dtype,
     matmul_seconds,
+    may_multiply_bf16,
+    muon_dtype,
     name_of,
     peak_flops,
     prepare_device,
@@ -31,6 +36,10 @@ from kit.errors import UserError
 from kit.settings import CLONE
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
+PLAIN = Dtypes(torch.float32)
+AS_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2",
+           "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @pytest.fixture
@@ -100,8 +109,8 @@ def test_an_unknown_device_is_one_line_with_those_there_are(machine, wanted):
 def test_cuda_is_never_touched_for_another_device(no_cuda, monkeypatch):
     monkeypatch.setattr(kit_device, "bf16_gain", lambda: 0.4)
     cpu = choose_device("cpu")
-    assert choose_dtype("auto", cpu) == torch.float32 and "cpu" in describe(cpu, torch.float32)
-    assert choose_dtype("auto", MPS) == torch.float32
+    assert choose_dtype("auto", cpu) == torch.float32 and "cpu" in describe(cpu, PLAIN)
+    assert choose_dtype("auto", MPS) == muon_dtype(MPS) == torch.float32
 
 
 # ----------------------------------------------------------------------------------------- dtype
@@ -113,24 +122,84 @@ def test_cuda_is_never_touched_for_another_device(no_cuda, monkeypatch):
     ((12, 0), torch.bfloat16)])
 def test_auto_on_a_card_is_bf16_where_it_is_fast(machine, capability, dtype):
     machine(cuda=1, capability=capability)
-    assert choose_dtype("auto", CUDA) == dtype
+    assert choose_dtype("auto", CUDA) == fast_dtype(CUDA) == dtype
+    half = dtype == torch.float16  # in which Muon's iterations would overflow
+    assert muon_dtype(CUDA) == (torch.float32 if half else torch.bfloat16)
 
 
-@pytest.mark.parametrize("gain, dtype", [(2.3, torch.bfloat16), (1.2, torch.float32),
-                                         (0.2, torch.float32)])
+@pytest.mark.parametrize("gain, dtype", [(2.3, torch.bfloat16), (1.5, torch.bfloat16),
+                                         (1.3, torch.float32), (0.2, torch.float32),
+                                         (0.0, torch.float32)])
 def test_auto_on_a_cpu_is_bf16_where_it_is_fast(monkeypatch, gain, dtype):
     monkeypatch.setattr(kit_device, "bf16_gain", lambda: gain)
     assert choose_dtype("auto", CPU) == dtype and choose_dtype("auto", MPS) == torch.float32
+    assert fast_dtype(CPU) == muon_dtype(CPU) == dtype and bf16_pays() == (gain > 1.4)
 
 
 @pytest.mark.parametrize("bf16, fp32, gain", [(0.5, 1.0, 2.0), (1.0, 1.0, 1.0), (2, 1, 0.5)])
-def test_the_trial_of_bf16_takes_the_best_of_three(monkeypatch, bf16, fp32, gain):
-    noise = iter([3, 1, 2] * 2)  # the first and the third time something else ran
-    monkeypatch.setattr(kit_device, "matmul_seconds", lambda dtype: next(noise) * (
-        bf16 if dtype == torch.bfloat16 else fp32))
-    bf16_gain.cache_clear()
-    assert bf16_gain() == gain
-    bf16_gain.cache_clear()
+def test_the_trial_alternates_on_one_thread_and_takes_the_best(monkeypatch, bf16, fp32, gain):
+    """Other programs slow down all products but one of each dtype."""
+    seen = []
+
+    def seconds(dtype: torch.dtype, n: int) -> float:
+        seen.append((dtype, torch.get_num_threads()))
+        busy = 1 if len(seen) in (21, 34) else 1.5 + len(seen) % 7
+        return busy * (bf16 if dtype == torch.bfloat16 else fp32)
+
+    monkeypatch.setattr(kit_device, "may_multiply_bf16", lambda: True)
+    monkeypatch.setattr(kit_device, "matmul_seconds", seconds)
+    torch.set_num_threads(2)
+    try:
+        assert bf16_gain.__wrapped__() == gain and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [(torch.float32, 1), (torch.bfloat16, 1)] * 25
+
+
+def test_no_trial_where_the_processor_has_no_such_products(monkeypatch):
+    monkeypatch.setattr(kit_device, "may_multiply_bf16", lambda: False)
+    monkeypatch.setattr(kit_device, "matmul_seconds", lambda *a, **b: pytest.fail("a trial"))
+    assert bf16_gain.__wrapped__() == 0
+
+
+@pytest.mark.parametrize("name, has, capability, variables, may", [
+    ("x86_64", True, "AVX512", {}, True), ("AMD64", True, "AVX512", {}, True),
+    ("x86_64", False, "AVX512", {}, False), ("x86_64", False, "AVX2", {}, False),
+    ("AMD64", True, "AVX2", {}, False), ("x86_64", True, "DEFAULT", {}, False),
+    ("x86_64", True, "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx2"}, False),
+    ("x86_64", True, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, False),
+    ("x86_64", True, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True),
+    ("x86_64", True, "AVX512", {"ONEDNN_MAX_CPU_ISA": "what oneDNN ignores"}, True),
+    ("x86_64", True, "AVX512", {"DNNL_MAX_CPU_ISA": "Avx512_Core_VNNI"}, False),
+    ("x86_64", True, "AVX512", {"ONEDNN_MAX_CPU_ISA": "ALL", "DNNL_MAX_CPU_ISA": "AVX2"}, True),
+    ("aarch64", False, "DEFAULT", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
+    ("arm64", None, "DEFAULT", {}, True), ("x86_64", None, "AVX512", {}, True)])
+def test_what_the_processor_tells(monkeypatch, name, has, capability, variables, may):
+    """has: AVX512_BF16, None where this torch has no word on it."""
+    monkeypatch.setattr(platform, "machine", lambda: name)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if has is None:
+        monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.setenv(variable, variables.get(variable, ""))
+    assert may_multiply_bf16() == may
+
+
+def test_a_run_keeps_its_dtypes_on_the_same_kind_of_device(monkeypatch):
+    monkeypatch.setattr(kit_device, "bf16_gain", lambda: 5.0)
+    run = {"device": "cpu", "dtype": "float32", "muon_dtype": "float32"}
+    assert choose_dtype("auto", CPU, run) == muon_dtype(CPU, run) == torch.float32
+    assert choose_dtype("bfloat16", CPU, run) == torch.bfloat16  # asked for
+    monkeypatch.setattr(kit_device, "bf16_gain", lambda: 0.0)
+    before = {"device": "cpu", "dtype": "float32"}  # when there was no choice
+    assert muon_dtype(CPU, before) == torch.bfloat16
+    other = {"device": "cuda", "dtype": "bfloat16", "muon_dtype": "bfloat16"}
+    strange = {"device": "cpu", "dtype": [], "muon_dtype": "bfloat16"}
+    half = {"device": "cpu", "dtype": "bfloat16", "muon_dtype": "float16"}
+    for run in (other, strange, half, None, 3, {}):
+        assert choose_dtype("auto", CPU, run) == muon_dtype(CPU, run) == torch.float32
 
 
 def test_a_dtype_that_is_named_is_taken(machine):
@@ -157,10 +226,19 @@ def test_autocast():
 def test_describe(machine, monkeypatch):
     machine(cuda=1)
     monkeypatch.setattr(kit_device, "bf16_gain", lambda: 2.345)
-    assert describe(CPU, torch.bfloat16) == ("cpu (1 threads, bfloat16 products 2.3 times as fast "
-                                             f"as float32), bfloat16, torch {torch.__version__}")
-    assert describe(CUDA, torch.float16).startswith("cuda (Card 9), float16, torch ")
-    assert describe(MPS, torch.float32).startswith("mps (Apple GPU), float32, torch ")
+    short = Dtypes(torch.bfloat16, torch.bfloat16)
+    rest = f"torch {torch.__version__}"
+    assert describe(CPU, short) == ("cpu (1 threads, bfloat16 products 2.3 times as fast as "
+                                    f"float32), bfloat16, Muon in bfloat16, {rest}")
+    assert describe(CPU, PLAIN) == ("cpu (1 threads, bfloat16 products 2.3 times as fast as "
+                                    f"float32), float32, {rest}")
+    half = Dtypes(torch.float16, torch.float32)
+    assert describe(CUDA, half) == f"cuda (Card 9), float16, Muon in float32, {rest}"
+    assert describe(MPS, PLAIN).startswith("mps (Apple GPU), float32, torch ")
+    for gain, words in ((0.0, "no bfloat16 products"),
+                        (0.03, "bfloat16 products far slower than float32")):
+        monkeypatch.setattr(kit_device, "bf16_gain", lambda gain=gain: gain)
+        assert f"(1 threads, {words})" in describe(CPU, PLAIN)
 
 
 @pytest.mark.parametrize("version, said", [
@@ -168,7 +246,7 @@ def test_describe(machine, monkeypatch):
     ("3.0.0+cu140", True)])
 def test_an_untested_torch_is_said(monkeypatch, version, said):
     monkeypatch.setattr(torch, "__version__", version)
-    assert ("tested with 2.9 to 2.13" in describe(CPU, torch.float32)) == said
+    assert ("tested with 2.9 to 2.13" in describe(CPU, PLAIN)) == said
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")

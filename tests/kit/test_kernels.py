@@ -183,7 +183,7 @@ def test_nothing_in_nothing_out():
 @pytest.mark.parametrize("gain", [0.2, 5.0])
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_prompts_are_read_in_what_this_cpu_multiplies_fast(weights, gain, monkeypatch):
-    monkeypatch.setattr("kit.kernels.leaves.bf16_gain", lambda: gain)
+    monkeypatch.setattr("kit.device.bf16_gain", lambda: gain)
     model, idx = make(block_size=300), tokens(2, 290)
     changed, seen, real = quick(model, weights), [], F.scaled_dot_product_attention
     expected = model(idx)
@@ -193,6 +193,18 @@ def test_prompts_are_read_in_what_this_cpu_multiplies_fast(weights, gain, monkey
     assert seen == [torch.bfloat16 if gain > 1 else torch.float32] * 2
     assert logits.dtype == torch.float32
     assert (logits - expected).std() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("gain", [0.0, 5.0])
+def test_without_a_compiler_too_many_tokens_meet_the_dtype_that_is_fast(gain, monkeypatch):
+    monkeypatch.setattr("kit.device.bf16_gain", lambda: gain)
+    model, seen, real = quick(make(), "bfloat16", compiled=False), set(), F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *a: (seen.add(x.dtype), real(x, *a))[1])
+    model(tokens(1, 4))
+    assert seen == {torch.float16}
+    seen.clear()
+    model(tokens(2, 20))
+    assert seen == {torch.bfloat16 if gain else torch.float32}
 
 
 @needs_code

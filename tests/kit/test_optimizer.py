@@ -1,6 +1,7 @@
 """kit/optimizer.py: who is decayed by whom, the learning rate, and optimizers that go on."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -299,7 +300,7 @@ def test_muon_is_the_librarys_within_its_rounding():
     shapes = [(96, 32), (32, 32), (128, 32), (32, 128)] * 2
     start = [torch.randn(s) for s in shapes]
     results = []
-    for kind in (Muon, torch.optim.Muon):
+    for kind in (partial(Muon, dtype=torch.bfloat16), torch.optim.Muon):
         params = [torch.nn.Parameter(p.clone()) for p in start]
         optimizer = kind(params, lr=0.02, weight_decay=0.1)
         generator = torch.Generator().manual_seed(1)
@@ -313,6 +314,29 @@ def test_muon_is_the_librarys_within_its_rounding():
         assert (ours - theirs).norm() < 0.01 * distance
     for ours, theirs in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_muon_iterates_in_the_dtype_that_it_is_given(monkeypatch, tiny):
+    """All its products are in it; the weights differ by no more than rounding, and stay fp32."""
+    seen, real, found = set(), torch.baddbmm, []
+    monkeypatch.setattr(torch, "baddbmm", lambda *a, **b: (seen.add(a[1].dtype), real(*a, **b))[1])
+    for wanted, dtype in ((None, torch.float32), (torch.float32,) * 2, (torch.bfloat16,) * 2):
+        torch.manual_seed(0)
+        model, s = tiny(), small(optimizer="muon")
+        before = {n: w.detach().clone() for n, w in model.named_parameters()}
+        optimizers = build_optimizers(model, s, wanted)
+        for w in model.parameters():
+            w.grad = torch.randn_like(w)
+        for o in optimizers:
+            o.step()
+        assert seen == {dtype}
+        seen.clear()
+        found.append({n: w.detach() - before[n] for n, w in model.named_parameters()})
+        assert {w.dtype for w in found[-1].values()} == {torch.float32}
+    exact, same, near = found
+    for name, move in exact.items():
+        assert torch.equal(move, same[name])
+        assert (move - near[name]).norm() <= 0.05 * move.norm()
 
 
 def test_muon_leaves_parameters_without_gradient_alone():

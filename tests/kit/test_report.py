@@ -13,6 +13,7 @@ import torch
 
 from data.tokenizer import make_tokenizer
 from kit import report as module
+from kit.device import Dtypes
 from kit.distributed import Ranks
 from kit.files import read_json
 from kit.metrics import Progress
@@ -49,7 +50,7 @@ def build(path, monkeypatch):
                                   max_iters=50) | settings))
         run = Run(path, None, resume and (path / "ckpt" / "step_000003", resume), replaces)
         r = Report(s, run, data, ranks, progress or Progress())
-        r.introduce(model, CPU, torch.float32, "off", "none")
+        r.introduce(model, CPU, Dtypes(torch.float32), "off", "none")
         return r
 
     make.said = said

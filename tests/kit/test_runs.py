@@ -15,11 +15,14 @@ import pytest
 import torch
 
 from kit import checkpoint, loading, runs
+from kit.device import choose_dtype
 from kit.distributed import Ranks
 from kit.errors import UserError
 from kit.files import digest, read_json, sealed, write_json
 from kit.settings import load
 from train import ARCHITECTURE, TrainSettings
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -404,7 +407,7 @@ def test_a_damaged_config_json_is_written_anew_from_the_checkpoint(out, make, cl
     assert "written anew from the checkpoint" in claim.said[0]
     assert check(run, TrainSettings(dataset="x")) == []
     assert len(check(run, TrainSettings(dataset="x", batch_size=13))) == 1
-    assert runs.same_dtype(run, "auto", "cpu") == "float32"
+    assert choose_dtype("auto", CPU, runs.config_of(run)) == torch.float32
 
 
 def test_a_damaged_config_json_without_a_checkpoint_is_refused(out, make, claim):
@@ -449,7 +452,7 @@ def test_a_run_of_the_first_format_goes_on(out, make, claim, check):
     assert checkpoint.pointed(path, "best") == checkpoint.pointed(path, "latest") == folder.name
     assert check(run, TrainSettings(dataset="x")) == []
     assert "batch_size from 12 to 3" in check(run, TrainSettings(dataset="x", batch_size=3))[0]
-    assert runs.same_dtype(run, "auto", "cpu") == "float32"
+    assert choose_dtype("auto", CPU, runs.config_of(run)) == torch.float32
     text = (folder / "state.json").read_text()
     (folder / "state.json").write_text(text.replace('"step": 10', '"step": 11'))
     run.lock.release()
@@ -616,9 +619,7 @@ def test_settings_that_are_none_of_ours_are_not_taken(tmp_path, saved):
 def test_an_automatic_dtype_stays_what_it_was(out, make, claim):
     make(out / "small", "unfinished")
     run = claim()
-    assert runs.same_dtype(run, "auto", "cpu") == "float32"
-    assert runs.same_dtype(run, "bfloat16", "cpu") == "bfloat16"  # asked for
-    assert runs.same_dtype(run, "auto", "cuda") == "auto"  # another machine
+    assert choose_dtype("auto", CPU, runs.config_of(run)) == torch.float32
 
 
 # ----------------------------------------------------------------------------------- the command

@@ -1,6 +1,5 @@
 """Optimizers and learning rate: AdamW alone, or Muon for hidden matrices and AdamW for the rest."""
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -196,9 +195,9 @@ def keys_of(optimizer: Optimizer, ndim: int) -> set[str]:
     """What an optimizer keeps for a parameter of so many dimensions, as a step of one tells."""
     p = nn.Parameter(torch.zeros([1] * ndim))
     p.grad = torch.zeros_like(p)
-    trial = copy.copy(optimizer)
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**optimizer.param_groups[0], "params": [p]}]
+    trial = object.__new__(type(optimizer))  # copy.copy would leave out what is its own
+    vars(trial).update(vars(optimizer), state=defaultdict(dict),
+                       param_groups=[{**optimizer.param_groups[0], "params": [p]}])
     trial.step()
     return set(trial.state[p])
 

@@ -60,7 +60,8 @@ def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
             kernels = [n for n in kernels if n in saved.get("kernels", kernels)]
         muon = name_of(muon_dtype(device, saved)) if s.optimizer == "muon" else None
         return {"path": str(run.path), "dtype": name_of(choose_dtype(s.dtype, device, saved)),
-                "muon_dtype": muon, "kernels": kernels, "state": run.resume and run.resume[1], "over": run.over}
+                "muon_dtype": muon, "kernels": kernels, "state": run.resume and run.resume[1],
+                "over": run.over}
 
     told = ranks.once(work)
     resume = (None, told["state"]) if told["state"] else None

@@ -77,7 +77,7 @@ LOSS = "loss"  # taken by a model, not put under an operator: see Kernels.take_l
 
 
 def wanted(setting: str, device: torch.device) -> list[str]:
-    """The names of the kernels that the setting `kernels` asks for; those of operators: on a CPU."""
+    """The names of what the setting `kernels` asks for; operators are replaced on a CPU alone."""
     if setting == "torch":
         return []
     return [*(OPERATORS if device.type == "cpu" else ()), LOSS]

@@ -15,6 +15,7 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -16,6 +16,7 @@ from kit import report as module
 from kit.device import Dtypes
 from kit.distributed import Ranks
 from kit.files import read_json
+from kit.kernels import Kernels
 from kit.metrics import Progress
 from kit.report import Report, Wandb
 from kit.runs import Run
@@ -39,7 +40,7 @@ def build(path, monkeypatch):
     monkeypatch.setattr(module.machine, "peak_flops", lambda *a: 1e9)
 
     def make(model, progress: Progress | None = None, resume: dict | None = None, main: bool = True,
-             replaces: bool = False, **settings) -> Report:
+             own: Kernels | None = None, begin: bool = True, **settings) -> Report:
         tokenizer = make_tokenizer("byte", [])
         train = SimpleNamespace(n_tokens=1000, epoch_rows=lambda block_size: 100)
         data = SimpleNamespace(tokenizer=tokenizer, vocab_size=257, hash="d", kind="text",
@@ -48,9 +49,11 @@ def build(path, monkeypatch):
                                 divide=lambda b, a: (b, a))
         s = TrainSettings(**(dict(block_size=8, batch_size=4, gradient_accumulation_steps=2,
                                   max_iters=50) | settings))
-        run = Run(path, None, resume and (path / "ckpt" / "step_000003", resume), replaces)
+        run = Run(path, None, resume and (path / "ckpt" / "step_000003", resume), False)
         r = Report(s, run, data, ranks, progress or Progress())
-        r.introduce(model, CPU, Dtypes(torch.float32), "off", "none")
+        r.introduce(model, CPU, Dtypes(torch.float32), own or Kernels([]), "off", "none")
+        if begin:
+            r.begin()
         return r
 
     make.said = said
@@ -64,7 +67,7 @@ def rows(path: Path) -> list[dict]:
 def test_the_first_lines_and_what_is_kept_of_them(build, tiny, path):
     report = build(tiny(vocab_size=257))
     text = "\n".join(build.said)
-    for words in ("device: cpu", "parameters, 257 tokens (byte); compile off",
+    for words in ("device: cpu", "parameters, 257 tokens (byte); kernels of PyTorch; compile off",
                   "4 rows x 8 tokens x 2 micro-steps x 1 process = 64 tokens",
                   "50 updates, 4.00 epochs of 1,000 tokens of x"):
         assert words in text
@@ -104,13 +107,24 @@ def test_other_ranks_write_and_say_nothing_but_count_time(build, tiny, path):
     assert report.progress.elapsed_s > 0
 
 
-def test_a_run_is_replaced_only_when_told_to(build, tiny, path):
-    (path / "log.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
-    (path / "loss.png").write_text("old")
-    build(tiny(vocab_size=257))
-    assert (path / "loss.png").exists()
-    build(tiny(vocab_size=257), replaces=True)
-    assert not (path / "loss.png").exists() and len(rows(path)) == 1
+def test_nothing_is_written_before_it_begins(build, tiny, path):
+    report = build(tiny(vocab_size=257), begin=False)
+    assert [*path.iterdir()] == [] and build.said
+    report.begin()
+    assert {p.name for p in path.iterdir()} == {"config.json", "log.jsonl"}
+
+
+def test_kernels_that_are_not_to_be_had_any_more_are_said_and_recorded(build, tiny):
+    own = Kernels(["dropout", "loss"])
+    own.names = ["loss"]
+    before = {"run": {"kernels": ["dropout", "loss"]}}
+    report = build(tiny(vocab_size=257), Progress(step=3), resume=before, own=own)
+    assert report.about["kernels"] == ["loss"]
+    assert report.about["kernels_lost"] == [{"step": 3, "kernels": ["dropout"]}]
+    assert [line for line in build.said if "dropout" in line and "last bits will differ" in line]
+    again = build(tiny(vocab_size=257), Progress(step=5), own=Kernels([]),
+                  resume={"run": report.about})
+    assert again.about["kernels_lost"] == report.about["kernels_lost"]  # nothing more
 
 
 def test_the_curve_is_drawn_when_the_last_is_old_enough(build, tiny, monkeypatch, path):

@@ -78,17 +78,20 @@ def rows(path: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in hidden} for row in lines]
 
 
-def test_kill_9_again_and_again_ends_in_the_weights_of_an_undisturbed_run(command, tmp_path):
+@pytest.mark.parametrize("flags, steps", [
+    (["--kernels=torch"], (4, 15, 27, 38, 50)), (["--dtype=bfloat16", "--dropout=0.2"], (15, 38))])
+def test_kill_9_again_and_again_ends_in_the_weights_of_an_undisturbed_run(
+        command, tmp_path, flags, steps):
     """An evaluation and a save every third step, so that many kills fall into them."""
-    subprocess.run(command("whole"), check=True, capture_output=True)
-    for step in (4, 15, 27, 38, 50):
-        process = subprocess.Popen(command("parts"), stdout=subprocess.PIPE,
+    subprocess.run([*command("whole"), *flags], check=True, capture_output=True)
+    for step in steps:
+        process = subprocess.Popen([*command("parts"), *flags], stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE)
         wait_for_step(tmp_path / "parts", step, process)
         process.kill()
         process.communicate()
         assert process.returncode == -9
-    subprocess.run(command("parts"), check=True, capture_output=True)
+    subprocess.run([*command("parts"), *flags], check=True, capture_output=True)
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
     assert not list((tmp_path / "parts" / "ckpt").glob(".tmp-*"))

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train
 from data.shards import Split
@@ -133,10 +134,22 @@ def test_the_loss_falls_and_bits_per_byte_fit(run):
     assert val["val_bpb"] == pytest.approx(val["val_loss"] / math.log(2), rel=1e-3)
 
 
-def test_golden_loss_curve(run):
+@pytest.mark.parametrize("kernels, near", [("torch", 1e-4), ("auto", 1e-3)])
+def test_golden_loss_curve(run, kernels, near):
     """20 steps of AdamW in fp32: other numbers mean that the mathematics has changed."""
-    _, path = run()
-    assert losses(path) == pytest.approx(json.loads(GOLDEN.read_text())["losses"], rel=1e-4)
+    _, path = run(f"--kernels={kernels}")
+    assert losses(path) == pytest.approx(json.loads(GOLDEN.read_text())["losses"], rel=near)
+    names = [] if kernels == "torch" else ["attention", "dropout", "loss"]
+    assert json.loads((path / "config.json").read_text())["kernels"] == names
+
+
+def test_own_kernels_are_gone_when_a_run_has_ended(run):
+    torch.manual_seed(0)
+    x = torch.randn(40, 40).bfloat16()
+    before = F.dropout(x, 0.5, True)
+    run("--max_iters=1", "--warmup_iters=0")
+    torch.manual_seed(0)
+    assert x.equal(torch.randn(40, 40).bfloat16()) and before.equal(F.dropout(x, 0.5, True))
 
 
 def test_the_same_seed_gives_the_same_series_and_another_does_not(run):
@@ -282,7 +295,11 @@ def test_a_run_from_before_there_was_a_choice_keeps_muon_in_bf16(run, monkeypatc
 # --------------------------------------------------------------------------- stop and go on
 
 
-@pytest.mark.parametrize("flags", [[], EVERYTHING], ids=["plain", "everything"])
+BF16 = [*EVERYTHING, "--dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("flags", [["--kernels=torch"], [*EVERYTHING, "--kernels=torch"], BF16],
+                         ids=["plain", "everything", "everything in bf16 with own kernels"])
 @pytest.mark.parametrize("stop", [7, 10])
 def test_ten_and_ten_are_twenty_bit_for_bit(run, monkeypatch, flags, stop, capsys):
     _, whole = run(*flags, out="whole")
@@ -295,6 +312,29 @@ def test_ten_and_ten_are_twenty_bit_for_bit(run, monkeypatch, flags, stop, capsy
     assert code == 0 and "going on" in capsys.readouterr().out
     assert weights(whole) == weights(path)
     assert timeless(log(whole)) == timeless(log(path))
+
+
+def test_kernels_that_are_not_to_be_had_any_more(run, monkeypatch, capsys):
+    """It goes on with PyTorch's, says that bits will differ, and records from which step on."""
+    go_on = stop_at(monkeypatch, 7)
+    run(*BF16)
+    go_on()
+    real = torch.library.Library.impl
+
+    def refuse(self, operator, *args):
+        if operator == "dropout":
+            raise RuntimeError("not this time")
+        return real(self, operator, *args)
+
+    monkeypatch.setattr(torch.library.Library, "impl", refuse)
+    capsys.readouterr()
+    code, path = run(*BF16)
+    said = capsys.readouterr().out
+    assert code == 0 and "dropout stays PyTorch's own: not this time" in said
+    assert "last bits will differ" in said
+    config = json.loads((path / "config.json").read_text())
+    assert config["kernels"] == ["attention", "loss"]
+    assert config["kernels_lost"] == [{"step": 7, "kernels": ["dropout"]}]
 
 
 def test_many_interruptions(run, monkeypatch):
@@ -427,9 +467,11 @@ def test_overwriting_waits_until_all_else_is_known_to_work(run, monkeypatch):
     for flags in (["--dtype=float16"], ["--n_head=5"], ["--dataset=nowhere"]):
         with pytest.raises((UserError, train.DataError)):
             run("--overwrite=True", *flags)
-    monkeypatch.setattr(train, "GPT", lambda *_: (_ for _ in ()).throw(MemoryError()))
-    with pytest.raises(MemoryError):
-        run("--overwrite=True")
+    for place in ("train.GPT", "train.Report.introduce", "train.optimizer.build_optimizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, lambda *_: (_ for _ in ()).throw(MemoryError()))
+            with pytest.raises(MemoryError):
+                run("--overwrite=True")
     assert weights(path) == before and log(path)
 
 

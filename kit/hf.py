@@ -27,6 +27,7 @@ from kit.importing import (
     resolved,
     tokenizer_of,
 )
+from model import GPTConfig
 
 HUB = {name: f"openai-community/{name}"  # nanoGPT's names for init_from
        for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -69,12 +70,14 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
 def pretrained(init_from: str, say: Say) -> Path | None:
     """The folder of gpt2, gpt2-medium, gpt2-large or gpt2-xl, imported if it is not there yet.
 
-    None for any other text. UserError if something else is in that folder.
+    None for any other text. UserError if something else is in that folder, or if model.py is not
+    GPT-2 any more, which it may have become since the import.
     """
     if init_from not in HUB:
         return None
     folder = out_root() / init_from
     if holds(folder, init_from):
+        refuse_edited_model(GPTConfig(bias=True), folder)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(f".{init_from}.lock"))

@@ -343,10 +343,17 @@ def test_biases_in_some_layers_alone_are_a_gpt2(tmp_path, monkeypatch):
 def test_init_from_gpt2_goes_the_same_way(given, monkeypatch):
     monkeypatch.setattr(hf, "locate", lambda name: (given.path / "theirs", "openai-community/gpt2"))
     monkeypatch.setattr(hf, "fetch", lambda *args: pytest.fail("weights were fetched"))
+    with monkeypatch.context() as edited:
+        softcap(edited)
+        with pytest.raises(UserError, match="theirs: .* would compute something else in it"):
+            hf.pretrained("gpt2", print)
+        assert not (given.path / "out" / "gpt2").exists()
+    monkeypatch.setattr(hf, "fetch", lambda *args: given.path / "theirs")
+    folder = hf.pretrained("gpt2", print)
+    assert folder == hf.pretrained("gpt2", print)  # it is there already
     softcap(monkeypatch)
-    with pytest.raises(UserError, match="would compute something else in it"):
+    with pytest.raises(UserError, match="out/gpt2: .* would compute something else in it"):
         hf.pretrained("gpt2", print)
-    assert not (given.path / "out" / "gpt2").exists()
 
 
 @pytest.mark.slow

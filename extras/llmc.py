@@ -20,8 +20,15 @@ from data.prepare import Parser, tell
 from data.shards import LAYOUTS
 from kit.errors import UserError, run
 from kit.files import digest, size_of
-from kit.importing import finite, guess_tokenizer, keep, next_step, refuse_place
-from kit.loading import shapes_with_biases
+from kit.gpt2 import shapes_with_biases
+from kit.importing import (
+    finite,
+    guess_tokenizer,
+    keep,
+    next_step,
+    refuse_edited_model,
+    refuse_place,
+)
 from model import GPTConfig
 
 MAGIC = 20240326
@@ -34,6 +41,7 @@ def convert(source: Path, out_dir: Path, tokenizer: str | None = None,
     """Write the weights of a model_*.bin or gpt2_124M*.bin to out_dir."""
     refuse_place(out_dir, overwrite)
     config, padded, dtype = read_header(source)
+    refuse_edited_model(config, source)
     made = guess_tokenizer(tokenizer, config.vocab_size, source)
     weights = dict(read_tensors(source, config, padded, dtype))
     about = {"from": "llm.c's model file", "file": source.name, "sha256": digest(source)}

@@ -18,8 +18,16 @@ from data import DataError
 from data.prepare import Parser, tell
 from kit.errors import UserError, run
 from kit.files import digest, size_of
-from kit.importing import MASK, finite, guess_tokenizer, keep, next_step, refuse_place
-from kit.loading import layers_in, shapes_with_biases
+from kit.gpt2 import layers_in, shapes_with_biases
+from kit.importing import (
+    MASK,
+    finite,
+    guess_tokenizer,
+    keep,
+    next_step,
+    refuse_edited_model,
+    refuse_place,
+)
 from model import GPTConfig
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
@@ -40,6 +48,7 @@ def convert(source: Path, out_dir: Path, tokenizer: str | None = None, gelu: str
     else:
         tell("the output head is not the token embedding: kept as one of its own")
     config = GPTConfig(**args, tie_embeddings=tied, gelu=gelu)
+    refuse_edited_model(config, source)
     about = {"from": "nanoGPT's ckpt.pt", "file": source.name, "sha256": digest(source)}
     keep(out_dir, config, weights, made, about, tell, overwrite)
     tell(next_step(out_dir))

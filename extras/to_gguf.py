@@ -1,7 +1,7 @@
 """Write a checkpoint as a GGUF file, which llama.cpp, Ollama and LM Studio run.
 
-The file says that it is a GPT-2, which our model is. Matrices are in the type asked for; norms,
-biases and positions, which are small, in f32.
+The file says that it holds a GPT-2, so a model.py that is not GPT-2 any more is refused. Matrices
+are in the type asked for; norms, biases and positions, which are small, in f32.
 """
 
 import errno
@@ -24,8 +24,9 @@ from kit.checkpoint import trained_with
 from kit.errors import UserError, plain, run
 from kit.files import replacing
 from kit.finding import find_checkpoint, find_run
+from kit.gpt2 import refuse_unlike, shapes_with_biases
 from kit.importing import finite
-from kit.loading import load_model, shapes_with_biases
+from kit.loading import load_model
 from model import GPT, GPTConfig
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
@@ -47,6 +48,7 @@ def export(source: str | None, file: Path, kind: str = "f16", step: int | None =
     config, tokenizer = model.config, from_json(json)
     if config.attn_logn != "off":
         raise UserError(f"{folder}: attn_logn={config.attn_logn} is nothing that llama.cpp knows")
+    refuse_unlike(model, folder, "llama.cpp cannot run it; sample.py and extras.serve can")
     weights = {name: finite(folder, name, p.detach()).numpy()
                for name, p in model.named_parameters()}
     made = vocabulary(tokenizer)

@@ -19,7 +19,15 @@ from kit.errors import UserError
 from kit.files import read_json as read_sealed
 from kit.files import size_of
 from kit.finding import out_root
-from kit.importing import keep, next_step, refuse_place, resolved, tokenizer_of
+from kit.importing import (
+    keep,
+    next_step,
+    refuse_edited_model,
+    refuse_place,
+    resolved,
+    tokenizer_of,
+)
+from model import GPTConfig
 
 HUB = {name: f"openai-community/{name}"  # nanoGPT's names for init_from
        for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -33,7 +41,7 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
     """Write the weights of a hub's name or of a folder as a checkpoint folder, and return it.
 
     spec: the tokenizer, where the folder has none that can be read. UserError or DataError for what
-    is not there, or is no GPT-2 of ours.
+    is not there or is no GPT-2 of ours, and where model.py is none any more.
     """
     refuse_place(out_dir, overwrite)
     made = tokenizer_of(spec) if spec else None
@@ -44,6 +52,7 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
                         "config.json and model.safetensors")
     values = read_json(path, "fetch it again")
     config = hf_weights.architecture(path, values, say)
+    refuse_edited_model(config, source)
     made = made or hf_tokenizer.from_hf(find, values.get("eos_token_id", 50256), say)
     if config.vocab_size < made.vocab_size:
         raise UserError(f"{path}: {config.vocab_size:,} rows of vocabulary are fewer than the "
@@ -61,12 +70,14 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
 def pretrained(init_from: str, say: Say) -> Path | None:
     """The folder of gpt2, gpt2-medium, gpt2-large or gpt2-xl, imported if it is not there yet.
 
-    None for any other text. UserError if something else is in that folder.
+    None for any other text. UserError if something else is in that folder, or if model.py is not
+    GPT-2 any more, which it may have become since the import.
     """
     if init_from not in HUB:
         return None
     folder = out_root() / init_from
     if holds(folder, init_from):
+        refuse_edited_model(GPTConfig(bias=True), folder)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(f".{init_from}.lock"))

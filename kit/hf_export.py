@@ -14,6 +14,7 @@ from kit.checkpoint import imported, trained_with, write_tensors
 from kit.errors import UserError, plain
 from kit.files import replacing_folder, to_text, write_text
 from kit.finding import find_checkpoint, find_run
+from kit.gpt2 import refuse_unlike
 from kit.loading import load_model
 from model import GPT
 
@@ -42,13 +43,14 @@ def export_run(run: str | None, folder: Path, step: int | None, overwrite: bool,
     _, name, hash = trained_with(state)
     data = of_run(hash, name, tokenizer)
     texts = described(model, tokenizer, bool(data and data.is_chat))
+    refuse_unlike(model, source, "transformers cannot run it; sample.py and extras.serve can")
     tensors, final = hf_weights.stored(model, source), Path(os.path.abspath(folder))
     final.parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(final) as aside:
         for file, content in texts.items():
             write_text(aside / file, to_text(content))
         write_tensors(aside / "model.safetensors", tensors, like="config.json")
-        worst, library = hf_check.difference(aside, model, tokenizer, source)
+        worst, library = hf_check.difference(aside, model, tokenizer)
         write_text(aside / "README.md", card(model, tokenizer, state, data, worst, library))
     say(plain(f"{source}, step {state['step']}, written to {folder}: read back by {library}, its "
               f"logits differ by {worst:.1e} at most"))

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kit.errors import UserError
+from kit.gpt2 import layers_in, shapes_with_biases
 from kit.importing import MASK, finite
-from kit.loading import layers_in, shapes_of, shapes_with_biases
+from kit.loading import shapes_of
 from model import GPT, GPTConfig
 
 # What config.json must say (or leave out): all else would need another model
@@ -19,7 +20,6 @@ FIXED = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "scale_attn_weights":
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "erf", "gelu_python": "erf"}
 SIZES = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-NOT_GPT2 = "model.py is not GPT-2 any more; transformers cannot run it"
 
 
 # ------------------------------------------------------------------------------------------ import
@@ -129,25 +129,13 @@ def config_json(config: GPTConfig, eot: int | None) -> dict[str, Any]:
 
 
 def stored(model: GPT, source: Path) -> dict[str, Tensor]:
-    """The tensors of a model under GPT2LMHeadModel's names, in fp32, with zeros for biases.
+    """The tensors of a GPT-2 under GPT2LMHeadModel's names, in fp32, with zeros for biases.
 
-    source: its checkpoint, named by the UserError for weights that are no numbers, or not those of
-    a GPT-2.
+    source: its checkpoint, named by the UserError for weights that are no numbers.
     """
     ours, out = dict(model.named_parameters()), {}
-    refuse_other_shapes({name: tuple(p.shape) for name, p in ours.items()}, model.config, source)
     for name, shape in theirs(model.config).items():
         w = finite(source, name, ours[name].detach()) if name in ours else torch.zeros(shape)
         stored_as = name if name == "lm_head.weight" else f"transformer.{name}"
         out[stored_as] = turned(name, w).contiguous()
     return out
-
-
-def refuse_other_shapes(ours: dict[str, tuple[int, ...]], config: GPTConfig, source: Path) -> None:
-    """UserError unless these are the parameters of a GPT-2, which may lack any bias."""
-    expected = shapes_with_biases(config)
-    for name in sorted(expected.keys() | ours.keys()):
-        here, there = ours.get(name, "absent"), expected.get(name, "absent")
-        if here != there and not (here == "absent" and name.endswith(".bias")):
-            raise UserError(f"{source}: {name} is {here} here, and {there} in a GPT-2 of this "
-                            f"size, so {NOT_GPT2}")

@@ -12,6 +12,7 @@ from data.tokenizer import Tokenizer, make_tokenizer
 from kit.checkpoint import refuse_filled, save_weights
 from kit.errors import UserError, plain
 from kit.finding import out_root
+from kit.gpt2 import refuse_edited
 from model import GPTConfig
 
 MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # buffers of attention
@@ -29,6 +30,15 @@ def refuse_place(out_dir: Path, overwrite: bool) -> None:
         raise UserError(f"{out_dir} holds all runs; give --out_dir a folder of its own, such as "
                         f"{out_root() / 'imported'}")
     refuse_filled(out_dir, overwrite)
+
+
+def refuse_edited_model(config: GPTConfig, source: Path) -> None:
+    """UserError where model.py would compute something else from weights of a GPT-2.
+
+    Nothing in the weights shows it: names and shapes may be those of the edited model as well.
+    """
+    refuse_edited(config, source, "weights of GPT-2 would compute something else in it: undo the "
+                  "edit, or train from scratch")
 
 
 def tokenizer_of(spec: str) -> Tokenizer:

@@ -1,7 +1,6 @@
 """Reading a model back: its architecture and weights, which are not believed until they fit."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -42,23 +41,6 @@ def shapes_of(path: Path, leave_out: re.Pattern | None = None) -> dict[str, tupl
             return {name: tuple(s.get_shape()) for name, s in slices.items()}
     except (SafetensorError, ValueError) as e:
         raise UserError(f"{path}: damaged: {e}") from None
-
-
-def layers_in(names: Iterable[str]) -> int:
-    """Of how many blocks there are weights, by our names, as h.0.ln_1.weight."""
-    return len({name.split(".")[1] for name in names if name.startswith("h.")})
-
-
-def shapes_with_biases(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """What a GPT-2 of this shape holds, by our names in the order of its layers, but no model."""
-    C, rows = config.n_embd, config.vocab_size
-    block = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "ln_2": (C,),
-             "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
-    parts = {f"h.{i}.{part}": shape for i in range(config.n_layer) for part, shape in block.items()}
-    shapes = {"wte.weight": (rows, C), "wpe.weight": (config.block_size, C)}
-    for part, shape in (parts | {"ln_f": (C,)}).items():
-        shapes |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
-    return shapes if config.tie_embeddings else shapes | {"lm_head.weight": (rows, C)}
 
 
 def load_config(folder: Path) -> GPTConfig:

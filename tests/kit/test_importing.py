@@ -10,7 +10,8 @@ from data.tokenizer import make_tokenizer
 from extras import llmc, nanogpt_ckpt
 from kit import checkpoint, hf, importing
 from kit.errors import UserError
-from kit.loading import layers_in, load_model, shapes_with_biases
+from kit.gpt2 import layers_in, shapes_with_biases
+from kit.loading import load_model
 from model import GPT, GPTConfig
 
 BYTE = make_tokenizer("byte")

@@ -27,7 +27,7 @@ from kit.finding import find_checkpoint, find_run, same_tokenizer
 from kit.loading import load_model
 from kit.lookup import MOST
 from kit.metrics import Progress
-from kit.placing import place
+from kit.placing import kernels_of, place
 from kit.prompts import Prompt, gather, is_terminal
 from kit.sampling import start_ids
 from kit.session import Session, talk
@@ -68,7 +68,6 @@ class SampleSettings:
     debug: bool = False  # show tracebacks of mistakes
 
     def check(self) -> None:
-        self.kernels = "torch" if self.compile is False else self.kernels
         at_least(self, 0, "temperature top_k top_p min_p seed")
         at_least(self, 1, "num_samples batch_size max_new_tokens")
         in_range(self, -1, 1 + 1e-9, "top_p min_p")
@@ -106,7 +105,7 @@ def show(text: str) -> None:
 def main(argv: list[str]) -> None:
     s = load(SampleSettings, argv).settings
     device = choose_device(s.device)
-    with kernels.install(kernels.wanted(s.kernels, device), note):
+    with kernels.install(kernels.wanted(kernels_of(s), device), note):
         sample(s, device)
 
 

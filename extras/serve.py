@@ -27,7 +27,7 @@ from kit.finding import find_checkpoint, find_run, same_tokenizer
 from kit.kernels import native
 from kit.loading import load_model
 from kit.metrics import Progress
-from kit.placing import place
+from kit.placing import kernels_of, place
 from kit.settings import at_least, load
 from model import GPT
 
@@ -54,7 +54,6 @@ class ServeSettings:
     debug: bool = False  # show tracebacks of mistakes
 
     def check(self) -> None:
-        self.kernels = "torch" if self.compile is False else self.kernels
         at_least(self, 1, "max_concurrent max_tokens max_body")
         at_least(self, 0, "max_waiting port")
         if not 0 < self.max_seconds <= 86400:
@@ -81,7 +80,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{e.name} is not installed: pip install -r extras/requirements.txt"
                         ) from None
     device = choose_device(s.device)
-    with (kernels.install(kernels.wanted(s.kernels, device), note),
+    with (kernels.install(kernels.wanted(kernels_of(s), device), note),
           listen(s.host, s.port) as sock):  # before the model: a mistake here is told at once
         model, tokenizer, name = open_model(s, device)
         engine = Engine(model, tokenizer, s.max_concurrent, s.max_waiting)
@@ -111,7 +110,7 @@ def open_model(s: ServeSettings, device: torch.device) -> tuple[GPT, Tokenizer, 
     model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)
     same_tokenizer(folder, tokenizer)
-    if device.type == "cpu" and s.kernels == "auto":
+    if device.type == "cpu" and kernels_of(s) == "auto":
         native.library()  # a server has the 3 s to compile it, so that `place` finds it
     known = Progress.from_state(state)
     loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \

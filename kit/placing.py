@@ -12,12 +12,18 @@ from kit.kernels.leaves import round_linears
 from model import GPT
 
 
+def kernels_of(s: Any) -> str:
+    """The setting `kernels`; compile=False, as it was once called, means torch."""
+    return "torch" if s.compile is False else s.kernels
+
+
 def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
           loss: Callable[[], float | None] = lambda: None) -> str:
     """Move a model to the device, in the precision that s.dtype, s.quantize and s.kernels mean.
 
     Returns what that is. loss: that of the model as it is, to tell what rounding costs.
     """
+    refuse_second_exit(model)
     if device.type != "cpu" or s.dtype == "float16":
         if s.quantize != "none" or s.compile is True:
             raise UserError(f"quantize={s.quantize}, compile={s.compile}: for --device=cpu, "
@@ -26,7 +32,7 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
         return name_of(next(model.parameters()).dtype)
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     asked = s.quantize if s.quantize != "none" else s.dtype
-    auto = s.kernels == "auto"
+    auto = kernels_of(s) == "auto"
     weights = asked if asked != "auto" else "bfloat16" if large and auto else "float32"
     if s.quantize == "none" and auto and not large and native.build_aside():
         return plain(model, weights)  # 3 s to compile: for the next text
@@ -39,6 +45,15 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
         note(f"{s.quantize}: loss {after:.4f} on a part of the validation split, in float32 "
              f"{before:.4f}: {100 * (after / before - 1):+.2f} %")
     return how
+
+
+@torch.inference_mode()
+def refuse_second_exit(model: GPT) -> None:
+    """UserError where forward gives other logits than what writes: a change that text lacks."""
+    idx = torch.arange(min(3, model.config.block_size))[None] % model.config.vocab_size
+    if not model.eval()(idx).equal(model.logits(model.hidden(idx))):
+        raise UserError("model.py: GPT.forward gives other logits than GPT.logits(GPT.hidden(...)),"
+                        " which write the text; make the change in GPT.logits or GPT.hidden")
 
 
 def plain(model: GPT, weights: str) -> str:

@@ -12,7 +12,6 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from kit.fast import bf16_pays
 
 from kit import device as kit_device
 from kit.device import (
@@ -33,6 +32,7 @@ from kit.device import (
     to_device,
 )
 from kit.errors import UserError
+from kit.kernels.leaves import bf16_pays
 from kit.settings import CLONE
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))

@@ -51,7 +51,8 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
 def refuse_second_exit(model: GPT) -> None:
     """UserError where forward gives other logits than what writes: a change that text lacks."""
     idx = torch.arange(min(3, model.config.block_size))[None] % model.config.vocab_size
-    if not model.eval()(idx).equal(model.logits(model.hidden(idx))):
+    a, b = model.eval()(idx), model.logits(model.hidden(idx))
+    if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
         raise UserError("model.py: GPT.forward gives other logits than GPT.logits(GPT.hidden(...)),"
                         " which write the text; make the change in GPT.logits or GPT.hidden")
 

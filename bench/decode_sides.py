@@ -41,7 +41,7 @@ class Side:
 
 
 class Ours(Side):
-    """model.generate with the sampler of sample.py at temperature 0, its ids read each step."""
+    """kit.window.steps with the sampler of sample.py at temperature 0, its ids read each step."""
 
     def __init__(self, folder: Path, bits: str, threads: int):
         super().__init__(folder, bits, threads)
@@ -57,9 +57,10 @@ class Ours(Side):
         import torch
 
         from kit.sampling import Sampler
+        from kit.window import steps
 
         choose = Sampler(list(range(len(prompts))), temperature=0)
-        for ids in self.model.generate(torch.from_numpy(prompts), new, choose):
+        for ids in steps(self.model, torch.from_numpy(prompts), new, choose):
             tick(ids.tolist())
 
 

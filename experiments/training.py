@@ -200,32 +200,41 @@ def prefix_mask(T: int, prefix: int) -> Tensor:
 
 
 class Watch(TorchFunctionMode):
-    """Inside, `seen` collects what PyTorch's attention is given: queries, keys and mask."""
+    """Inside, `seen` collects what PyTorch's attention is given: see `queries_and_keys`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            q, k, _, mask, *_ = (*args, None)
-            self.seen.append((q, k, mask))
+            self.keep(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+             dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+             enable_gqa: bool = False) -> None:
+        if scale is not None:
+            q = q * (scale * math.sqrt(q.size(-1)))
+        if attn_mask is None:
+            attn_mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool)
+            attn_mask = attn_mask.tril() if is_causal else attn_mask
+        self.seen.append((q, k, attn_mask))
 
 
 @torch.no_grad()
-def queries_and_keys(model: GPT, idx: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def queries_and_keys(model: GPT, idx: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """What each layer gives to PyTorch's attention for idx (B, T): q, k (B, H, T, D) and the mask.
 
-    UserError if the model computes its attention in another way.
+    Scores are q k^T / sqrt(D). UserError if the model computes its attention in another way.
     """
     with Watch() as watch:
         model.hidden(idx)
-    if len(watch.seen) != len(model.h):
-        raise UserError("this experiment reads the queries and keys that model.py gives to "
-                        f"F.scaled_dot_product_attention, which it called {len(watch.seen)} times "
-                        f"in {len(model.h)} layers")
+    if len(watch.seen) != len(model.h) or any(q.shape != k.shape for q, k, _ in watch.seen):
+        raise UserError("this experiment needs a model that calls F.scaled_dot_product_attention "
+                        "once in each layer, with a key for each query; that of model.py calls it "
+                        f"{len(watch.seen)} times in {len(model.h)} layers")
     return watch.seen
 
 
@@ -234,10 +243,11 @@ def attention_scores(model: GPT, idx: Tensor, dtype: torch.dtype = torch.float32
 
     They are computed in dtype from the queries and keys of the model.
     """
-    past, found = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool).tril(), []
+    found = []
     for q, k, mask in queries_and_keys(model, idx):
         scores = q.to(dtype) @ k.to(dtype).mT / math.sqrt(q.size(-1))
-        found.append(scores.masked_fill(~(past if mask is None else mask), -math.inf))
+        seen = mask.dtype == torch.bool  # else it is added
+        found.append(scores.masked_fill(~mask, -math.inf) if seen else scores + mask.to(dtype))
     return found
 
 

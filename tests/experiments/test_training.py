@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from experiments.lab import Lab
 from experiments.training import MaskedGPT, Recipe, attention_scores, prefix_mask, train
@@ -112,6 +113,23 @@ def test_scores_are_masked_and_of_each_layer():
     torch.testing.assert_close(first, (q @ k.mT / 4).masked_fill(future, -torch.inf))
 
 
+def test_scores_are_those_of_a_model_with_a_scale_and_a_bias_of_its_own(monkeypatch):
+    """As ALiBi and muP have them, by keyword."""
+    idx, bias = torch.randint(13, (2, 9)), torch.randn(9, 9)
+
+    def biased(self, x, pos, mask, store):
+        q, k, v = self.c_attn(x).view(2, 9, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.5)
+        torch.testing.assert_close(y, (q @ k.mT / 2 + bias).softmax(-1) @ v)
+        made.append(q @ k.mT / 2 + bias)
+        return self.c_proj(y.transpose(1, 2).reshape(2, 9, 32))
+
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(CausalSelfAttention, "forward", biased)
+    for scores, wanted in zip(attention_scores(GPT(TINY), idx), made, strict=True):
+        torch.testing.assert_close(scores, wanted)
+
+
 # ------------------------------------------------------------------------- an edited model.py
 
 
@@ -141,7 +159,7 @@ def measured(name: str, monkeypatch) -> None:
     """An experiment whose trials are left out: what is before them, or how it refuses."""
     module = importlib.import_module(f"experiments.{name}")
     lab = Lab(quick=True)
-    monkeypatch.setattr(lab, "trials", lambda *_: pytest.skip("it goes on to its trials"))
+    monkeypatch.setattr(lab, "trials", lambda *_: pytest.fail("it goes on to its trials"))
     module.measure(lab)
 
 
@@ -155,7 +173,7 @@ def test_who_needs_masks_says_so(name, monkeypatch):
 @pytest.mark.parametrize("name", ["in_context", "logn", "scale"])
 def test_who_reads_attention_says_so(name, monkeypatch):
     monkeypatch.setattr(CausalSelfAttention, "forward", by_hand)
-    with pytest.raises(UserError, match="called 0 times in 2 layers"):
+    with pytest.raises(UserError, match="calls it 0 times in 2 layers"):
         measured(name, monkeypatch)
 
 

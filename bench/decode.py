@@ -2,6 +2,7 @@
 
     python -m bench.decode                                  all parts, three rounds
     python -m bench.decode --nanogpt=~/nanoGPT --json       nanoGPT too; a last line of JSON
+    python -m bench.decode --against=HEAD~20                an older commit of this clone too
     python -m bench.decode --parts=batch1,start --rounds=1
 
 The model has GPT-2's smallest shape and random weights, the same for all. batch1: greedy text of
@@ -11,6 +12,11 @@ and 32 texts of 448 tokens that go on to 512. start: `python sample.py` to its f
 nanogpt: nanoGPT's generate, one round of it, for it is slow.
 batch32_over_batch1 is our best precision at 32 texts over 16 bits at one; over the best at one it
 is batch32_over_best_batch1.
+
+Two more sides are ours. edited is the same model after an edit that native code does not know, a
+squared ReLU in its MLPs, so that its own forward writes; it takes part in batch1. older is the
+commit of --against, whose files are imported in a process of its own; what it takes is compared as
+over_older_Nbit, this commit's tokens/s over its.
 
 Fairness. Each side is a process that loads its model once and waits without using a core while
 others run; the sides take turns, in the other order every second round; figures are medians. All
@@ -27,6 +33,7 @@ dynamic cache, and no 8 and 4 bits here. At 32 bits ours and transformers must w
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -37,18 +44,20 @@ from bench.decode_model import SHAPE
 from bench.decode_report import draw, keys, show
 from bench.decode_rounds import Bench
 from bench.peer import check_clone
-from bench.trial import TrialFailed, commit, keep, machine, tell
+from bench.trial import CLONE, TrialFailed, commit, keep, machine, tell
 from data import DataError
 from data.prepare import Parser
 from kit.errors import run
 
 PARTS = ("batch1", "prefill", "batch", "start", "nanogpt")
 
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="bench.decode", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--nanogpt", metavar="PATH", help="a nanoGPT clone; without it that part is left out")
+    add("--against", metavar="COMMIT", help="an older commit of this clone, as one more side")
     add("--rounds", type=int, default=3, help="turns of each side (default: %(default)s)")
     add("--parts", default=",".join(PARTS), help="some of %(default)s, with commas between")
     add("--json", action="store_true", help="end with a line of JSON, the row of decode.jsonl")
@@ -62,6 +71,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds={args.rounds}: expected 1 or more")
     args.shape = SHAPE | dict(zip(SHAPE, map(int, args.shape.split(",")), strict=False))
+    if args.against:
+        args.against = short_name(args.against, parser)
     if args.nanogpt:
         args.nanogpt = check_clone(Path(args.nanogpt).expanduser())
     elif "nanogpt" in args.parts:
@@ -71,13 +82,29 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def short_name(commit: str, parser: Parser) -> str:
+    """The short name of a commit that has native code or its equal; else the parser ends it all."""
+    def git(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", "-C", str(CLONE), *words], capture_output=True, text=True)
+
+    found = git("rev-parse", "--verify", "--short", "--end-of-options", f"{commit}^{{commit}}")
+    if found.returncode:
+        parser.error(f"--against={commit}: not a commit of this clone")
+    name = found.stdout.strip()
+    if all(git("cat-file", "-e", f"{name}:{path}").returncode
+           for path in ("kit/kernels/__init__.py", "kit/fast.py")):
+        parser.error(f"--against={commit}: it has neither kit/kernels nor kit/fast.py")
+    return name
+
+
 def main(argv: list[str]) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     row = machine() | ({"nanogpt": commit(args.nanogpt)} if args.nanogpt else {})
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(args, Path(work))
-        row |= {"threads": bench.threads, "shape": args.shape, "missing": bench.missing}
+        row |= {"threads": bench.threads, "shape": args.shape, "missing": bench.missing,
+                "against": args.against}
         print(f"{row['cpu']}, {bench.threads} threads, torch {row['torch']}", flush=True)
         try:
             if set(args.parts) & {"batch1", "prefill", "batch"}:

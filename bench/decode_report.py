@@ -5,7 +5,8 @@ from pathlib import Path
 
 from bench.trial import Row, print_table
 
-SIDES = {"ours": "#2171b5", "llama.cpp": "#e6862d", "Hugging Face": "#6a9f58", "nanoGPT": "#9a9a9a"}
+SIDES = {"ours": "#2171b5", "older": "#9ecae1", "edited": "#756bb1", "llama.cpp": "#e6862d",
+         "Hugging Face": "#6a9f58", "nanoGPT": "#9a9a9a"}
 BITS = ("32", "16", "8", "4")
 FEW = "16"  # the bits of batches
 
@@ -29,6 +30,8 @@ def keys(row: Row) -> Row:
     bits over nanoGPT's, which runs in fp32; over_nanogpt_32bit: both in fp32. batch32_over_batch1:
     our 32 texts at the precision that is best for them over one text at 16 bits, at context 512.
     bandwidth_share_16bit: the weights that a token reads x steady tokens/s / the measured reading.
+    over_older_Nbit: this commit's tokens/s of 512 new ones over the older one's.
+    edited_over_ours_Nbit: the edited model's over those of the model as it is.
     """
     samples = row["samples"]
 
@@ -48,6 +51,9 @@ def keys(row: Row) -> Row:
         "over_hugging_face_16bit": over("Hugging Face", "16"),
         "over_hugging_face_32bit": over("Hugging Face", "32"),
         **{f"over_llama_cpp_{bits}bit": over("llama.cpp", bits) for bits in BITS},
+        **{f"over_older_{bits}bit": over("older", bits) for bits in BITS},
+        **{f"edited_over_ours_{bits}bit": share(middle(samples, "edited", bits, "512"),
+                                                ours(bits, "512")) for bits in BITS},
         "prefill_over_llama_cpp_16bit": over("llama.cpp", "16", "prefill"),
         "prefill_over_hugging_face_16bit": over("Hugging Face", "16", "prefill"),
         "batch32_over_batch1": share(best_many, one.get("16")),
@@ -94,6 +100,9 @@ def show(row: Row) -> None:
                             ("512 low", "lowest", ",.1f"), ("512 high", "highest", ",.1f"),
                             ("512 steady", "steady", ",.1f"), ("512 ours", "ours is x", ".2f"),
                             ("way", "way", "")])
+    if ratios := [f"{ratio:.2f} at {bits} bits" for bits in BITS
+                  if (ratio := row.get(f"over_older_{bits}bit")) and row.get("against")]:
+        print(f"\nOurs, tokens/s over {row['against']}'s, 512 new: {', '.join(ratios)}")
     if found := lines(samples, ["first", "prefill"]):
         for one in found:
             one["ms"] = one["first first_s"] and 1000 * one["first first_s"]

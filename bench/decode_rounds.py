@@ -2,17 +2,21 @@
 
 import argparse
 import importlib.util
+import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.decode_model import GGUF_TYPES, make_model, write_gguf
 from bench.decode_start import measure_start
 from bench.decode_worker import Worker
-from bench.trial import Row, TrialFailed, apart, tell
+from bench.trial import CLONE, Row, TrialFailed, apart, tell
 
 SIDES = [(side, bits) for bits, sides in {  # rivals follow one another
-    "16": ("ours", "Hugging Face", "llama.cpp"), "32": ("ours", "Hugging Face", "llama.cpp"),
-    "8": ("ours", "llama.cpp"), "4": ("ours", "llama.cpp")}.items() for side in sides]
+    "16": ("ours", "older", "edited", "Hugging Face", "llama.cpp"),
+    "32": ("ours", "older", "edited", "Hugging Face", "llama.cpp"),
+    "8": ("ours", "older", "edited", "llama.cpp"),
+    "4": ("ours", "older", "edited", "llama.cpp")}.items() for side in sides]
 NEEDS = {"Hugging Face": {"transformers": "transformers"},  # side -> import: what to install
          "llama.cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
 GUARD = 64  # tokens that must be the same
@@ -49,7 +53,9 @@ class Bench:
         self.missing = missing()
         for side, how in self.missing.items():
             tell(f"{side}: left out; {how} brings it")
-        self.sides = [(side, bits) for side, bits in SIDES if side not in self.missing]
+        absent = {*self.missing, *(() if args.against else ("older",))}
+        self.sides = [(side, bits) for side, bits in SIDES if side not in absent]
+        self.older = check_out(args.against, work) if args.against else None
         self.threads = apart(torch_threads)
         self.read_weights = apart(make_model, work, args.shape)
         if any(side == "llama.cpp" for side, _ in self.sides):
@@ -58,8 +64,9 @@ class Bench:
 
     def worker(self, side: str, bits: str) -> Worker:
         if (side, bits) not in self.workers:
-            more = [self.args.nanogpt] if side == "nanoGPT" else []
-            made = self.workers[side, bits] = Worker(side, bits, self.work, self.threads, *more)
+            clone = {"nanoGPT": self.args.nanogpt, "older": self.older}.get(side)
+            made = self.workers[side, bits] = Worker(side, bits, self.work, self.threads,
+                                                     *([clone] if clone else []))
             tell(f"{made.name}: ready{made.note and f' ({made.note})'}")
         return self.workers[side, bits]
 
@@ -87,17 +94,17 @@ class Bench:
         """Every side takes its turn at every task of a part, round after round."""
         for number in range(1, self.args.rounds + 1):
             for name in (name for name, task in TASKS.items() if task.part == part):
-                turn = [s for s in self.sides if part != "batch" or takes_batch(*s, name)]
+                turn = [s for s in self.sides if takes(*s, name)]
                 for side, bits in turn if number % 2 else turn[::-1]:  # a drift meets all
                     self.time(side, bits, name, number)
 
     def guard(self) -> Row:
         """How many greedy ids of each side are ours at 32 bits, up to the first that is not.
 
-        TrialFailed where Hugging Face at 32 bits has others.
+        TrialFailed where Hugging Face at 32 bits has others. An edited model is another model.
         """
         task = Task("", "decode", 1, 16, GUARD)
-        ids = {s: self.ask(*s, task, ids=True)["ids"] for s in self.sides}
+        ids = {s: self.ask(*s, task, ids=True)["ids"] for s in self.sides if s[0] != "edited"}
         alike = {f"{side} {bits}": common(ids["ours", "32"], found)
                  for (side, bits), found in ids.items()}
         tell(f"of {GUARD} greedy ids, those of ours at 32 bits up to the first other: "
@@ -145,9 +152,24 @@ def missing() -> dict[str, str]:
             if packages}
 
 
-def takes_batch(side: str, bits: str, name: str) -> bool:
-    """Batches are for 16 bits; of ours also for 8 and 4, as the ratio is of the best."""
-    return bits == "16" or (side == "ours" and bits in ("8", "4") and name != "batch 8")
+def takes(side: str, bits: str, name: str) -> bool:
+    """Whether a side takes part in a task.
+
+    Batches are for 16 bits; of ours also for 8 and 4, as the ratio is of the best. The edited model
+    writes one text.
+    """
+    part = TASKS[name].part
+    if side == "edited" or part != "batch":
+        return side != "edited" or part == "batch1"
+    return bits == "16" or (side in ("ours", "older") and bits in ("8", "4") and name != "batch 8")
+
+
+def check_out(commit: str, work: Path) -> Path:
+    """The files of a commit of this clone, in a new folder with its name."""
+    folder, archive = work / commit, work / f"{commit}.zip"
+    subprocess.run(["git", "-C", str(CLONE), "archive", f"--output={archive}", commit], check=True)
+    zipfile.ZipFile(archive).extractall(folder)
+    return folder
 
 
 def common(a: list, b: list) -> int:

@@ -13,6 +13,7 @@ stops at nothing. A module that a side needs is imported where it is built.
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,26 @@ class Side:
 
 
 class Ours(Side):
-    """model.generate with the sampler of sample.py at temperature 0, its ids read each step."""
+    """kit.window.steps with the sampler of sample.py at temperature 0, its ids read each step."""
 
     def __init__(self, folder: Path, bits: str, threads: int):
         super().__init__(folder, bits, threads)
         import torch
 
-        from kit.kernels import fast
-
+        fast, self.steps = self.functions()
         torch.set_num_threads(threads)
-        self.model = ours(folder)
+        self.model = self.load()
         self.note = fast(self.model, FAST[bits])
+
+    def functions(self) -> tuple[Callable, Callable]:
+        """What makes a model fast, and what writes with it."""
+        from kit.kernels import fast
+        from kit.window import steps
+
+        return fast, steps
+
+    def load(self) -> Any:
+        return ours(self.folder)
 
     def generate(self, prompts: np.ndarray, new: int, variant: str, tick: Tick) -> None:
         import torch
@@ -59,8 +69,57 @@ class Ours(Side):
         from kit.sampling import Sampler
 
         choose = Sampler(list(range(len(prompts))), temperature=0)
-        for ids in self.model.generate(torch.from_numpy(prompts), new, choose):
+        for ids in self.steps(self.model, torch.from_numpy(prompts), new, choose):
             tick(ids.tolist())
+
+
+class Edited(Ours):
+    """Ours after an edit that native code does not know: its MLPs have a squared ReLU.
+
+    So the model's own forward writes, and only its matrices are in fewer bits. The edit is that of
+    Primer (arXiv 2109.08668).
+    """
+
+    def __init__(self, folder: Path, bits: str, threads: int):
+        super().__init__(folder, bits, threads)
+        self.note = f"squared ReLU, {self.note.partition(':')[0]}"
+
+    def load(self) -> Any:
+        model = super().load()
+        for block in model.h:
+            block.mlp.forward = partial(squared_relu, block.mlp)
+        return model
+
+
+def squared_relu(mlp: Any, x: Any) -> Any:
+    return mlp.c_proj(mlp.c_fc(x).relu().square())
+
+
+class Older(Ours):
+    """An older commit of this repository: `clone` is a folder with its files.
+
+    Its model and kit are imported in the place of ours, so nothing may have imported them before.
+    """
+
+    def __init__(self, folder: Path, bits: str, threads: int, clone: Path):
+        assert not {"kit", "model"} & set(sys.modules)
+        sys.path.insert(0, str(clone))
+        super().__init__(folder, bits, threads)
+        self.note = f"{clone.name}, {self.note}"
+
+    def functions(self) -> tuple[Callable, Callable]:
+        """The same two, where they were at first if they are not where they are now."""
+        from model import GPT
+
+        try:
+            from kit.kernels import fast
+        except ImportError:
+            from kit.fast import fast
+        try:
+            from kit.window import steps
+        except ImportError:
+            steps = GPT.generate  # it took the same arguments
+        return fast, steps
 
 
 class HuggingFace(Side):

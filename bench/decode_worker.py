@@ -123,9 +123,9 @@ def make_side(name: str, bits: str, folder: str, threads: str, *more: str) -> An
     from bench import decode_llama, decode_sides
 
     sides: dict[str, Callable[..., Any]] = {
-        "ours": decode_sides.Ours, "Hugging Face": decode_sides.HuggingFace,
-        "llama.cpp": decode_llama.LlamaCpp, "nanoGPT": decode_sides.NanoGPT,
-        "bandwidth": decode_sides.Bandwidth}
+        "ours": decode_sides.Ours, "older": decode_sides.Older, "edited": decode_sides.Edited,
+        "Hugging Face": decode_sides.HuggingFace, "llama.cpp": decode_llama.LlamaCpp,
+        "nanoGPT": decode_sides.NanoGPT, "bandwidth": decode_sides.Bandwidth}
     return sides[name](Path(folder), bits, int(threads), *map(Path, more))
 
 

@@ -80,7 +80,7 @@ def step_times(kind: str, rounds: int) -> tuple[str, dict[int, float]]:
         model.hidden(idx[:, :256], cache)
         for width in WIDTHS[:1] * 3 + tuple(in_turns(WIDTHS, 3 * rounds)):
             start = time.perf_counter()
-            model.lm_head(model.hidden(idx[:, 256 : 256 + width], cache))
+            model.logits(model.hidden(idx[:, 256 : 256 + width], cache))
             found[width].append(time.perf_counter() - start)
             cache.trim(256)
     found[1] = found[1][3:]  # the first few warm it up
@@ -165,7 +165,7 @@ def run_prompts(folder: Path, tokenizer: Any, args: argparse.Namespace, n: int) 
 def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     import torch
 
-    from kit import lookup
+    from kit import lookup, window
     from kit.kernels import fast
     from kit.sampling import Sampler
 
@@ -174,16 +174,21 @@ def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace)
     print(f"\n{folder}: {model.num_params():,} parameters, {how}\n{len(prompts)} texts of "
           f"{args.new} tokens\n")
     print(f"{'temperature':12}{'at most':>8}{'tokens/s':>10}{'speed':>8}{'tokens a step':>15}")
-    passes = []
-    model.lm_head.register_forward_hook(lambda *_: passes.append(1))
+    passes, logits = [], model.logits
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        passes.append(1)
+        return logits(x)
+
+    model.logits = counted
 
     def write(most: int, temperature: float) -> tuple[float, list[list[int]]]:
         start, texts = time.perf_counter(), []
         for seed, ids in enumerate(prompts):
             choose = Sampler([seed], temperature=temperature, top_k=50)
             options = dict(lookup=most) if most else {}
-            generate = lookup.generate if most else type(model).generate
-            new = generate(model, torch.tensor([ids]), args.new, choose, **options)
+            steps = lookup.steps if most else window.steps
+            new = steps(model, torch.tensor([ids]), args.new, choose, **options)
             texts.append(list(map(int, new)))
         return time.perf_counter() - start, texts
 

@@ -29,6 +29,7 @@ from data.dataset import Dataset
 from experiments import common
 from experiments.lab import Lab
 from experiments.training import Recipe, train, windows
+from kit.window import steps
 from model import GPT, GPTConfig
 
 ARMS = {"reasoning": "after reasoning", "dots": "after dots", "direct": "at once",
@@ -114,7 +115,7 @@ def prepared(lessons: list[Example], arm: str, folder: Path) -> Dataset:
 def written(model: GPT, data: Dataset, prompts: list[str], room: int) -> list[str]:
     """What the model writes, greedily, after prompts of one length, before the separator."""
     idx = torch.tensor([[data.separator, *data.tokenizer.encode(p)] for p in prompts])
-    ids = torch.stack(list(model.generate(idx, room, lambda logits: logits.argmax(-1))), dim=1)
+    ids = torch.stack(list(steps(model, idx, room, lambda logits: logits.argmax(-1))), dim=1)
     rows = ([*row, data.separator] for row in ids.tolist())  # (B, room), and an end
     return [data.tokenizer.decode(row[:row.index(data.separator)]) for row in rows]
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from experiments import common
 from experiments.lab import Lab, tick
@@ -30,6 +29,14 @@ FULL = {"shape": {"vocab_size": 256, "block_size": 4096, "n_layer": 4, "n_head":
         "lengths": {"1": [16, 32, 64, 128, 256], "8": [16, 32, 64, 128]}}  # rows -> of training
 QUICK = {"shape": {"vocab_size": 256, "block_size": 512, "n_layer": 2, "n_head": 2, "n_embd": 128},
          "contexts": [16, 64, 256, 512], "rounds": 3, "lengths": {"1": [16, 64], "4": [16, 64]}}
+
+
+@torch.inference_mode()
+def held(model: GPT, T: int) -> int:
+    """Bytes of a cache with room for T tokens."""
+    cache = model.new_cache(length=T)
+    model.hidden(torch.zeros(1, 1, dtype=torch.int64), cache)  # the first key makes its tensors
+    return sum(x.nbytes for x in (*cache.k, *cache.v))
 
 
 def flops(shape: dict[str, int], T: int, way: str) -> int:
@@ -47,28 +54,17 @@ def cache_bytes(layers: int, width: int, tokens: int, size: int = 4) -> int:
 class GraphCache(KVCache):
     """A cache that gradients flow through: the new is joined to the old, not written in place."""
 
-    def __init__(self, config: GPTConfig):
-        super().__init__(config, length=1)  # its tensors are not used
-        self.held: list[tuple[Tensor, ...]] = [()] * config.n_layer
-
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.held[layer]:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self.held[layer], (k, v), strict=True))
-        self.held[layer] = k, v
+        if self.k[layer] is not None:
+            k, v = torch.cat((self.k[layer], k), dim=2), torch.cat((self.v[layer], v), dim=2)
+        self.k[layer], self.v[layer] = k, v
         return k, v
-
-
-class StayDouble(TorchFunctionMode):
-    """On a CPU model.attend goes to fp32 by `.float()`; here that leaves tensors as they are."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return args[0] if func is Tensor.float else func(*args, **(kwargs or {}))
 
 
 def gradients(model: GPT, ids: Tensor, chunk: int | None = None) -> list[Tensor]:
     """Of the summed loss of ids (B, T + 1), read `chunk` tokens at a time; None: all at once."""
     model.zero_grad()
-    cache, loss = GraphCache(model.config) if chunk else None, torch.zeros(())
+    cache, loss = GraphCache(len(model.h)) if chunk else None, torch.zeros(())
     size = chunk or ids.size(1)
     for x, y in zip(ids[:, :-1].split(size, 1), ids[:, 1:].split(size, 1), strict=True):
         logits = model(x, cache=cache).flatten(0, 1)
@@ -83,10 +79,9 @@ def compare(shape: dict[str, int], rows: int, seed: int) -> dict[str, float]:
     model, apart = GPT(GPTConfig(**shape)), {}
     ids = torch.randint(shape["vocab_size"], (rows, 65))
     for dtype in ("float64", "float32"):
-        with StayDouble():
-            both = (gradients(model.to(getattr(torch, dtype)), ids, chunk) for chunk in (None, 1))
-            apart[dtype] = max(((a - b).abs().max() / a.abs().max()).item()
-                               for a, b in zip(*both, strict=True))
+        both = (gradients(model.to(getattr(torch, dtype)), ids, chunk) for chunk in (None, 1))
+        apart[dtype] = max(((a - b).abs().max() / a.abs().max()).item()
+                           for a, b in zip(*both, strict=True))
     return apart
 
 
@@ -108,7 +103,7 @@ def in_turn(ways: dict[str, Callable[[int], object]], sizes: list[int], rounds: 
 def write(model: GPT, ids: Tensor, cache: KVCache | None) -> Tensor:
     """Logits after ids (1, T): over a cache that has room for T and has seen them, or anew."""
     if cache is None:
-        return model.lm_head(model.hidden(ids)[:, -1])
+        return model.logits(model.hidden(ids)[:, -1])
     cache.pos = cache.longest = ids.size(1) - 1  # it stores again what it held of the newest
     return model(ids[:, -1:], cache=cache)[:, 0]
 
@@ -124,7 +119,7 @@ def timed(shape: dict[str, int], contexts: list[int], lengths: dict[str, list[in
         ways = {name: lambda T, ids=ids, chunk=chunk: gradients(model, ids[:, : T + 1], chunk)
                 for name, chunk in (("stepwise", 1), ("at once", None))}
         training[rows] = in_turn(ways, sizes, rounds, 0.6 / len(lengths))
-    ids, full = torch.randint(shape["vocab_size"], (1, contexts[-1])), KVCache(model.config)
+    ids, full = torch.randint(shape["vocab_size"], (1, contexts[-1])), model.new_cache()
     with torch.inference_mode():
         model.hidden(ids, full)
         ways = {"with cache": lambda T: write(model, ids[:, :T], full),
@@ -138,8 +133,7 @@ def measure(lab: Lab) -> dict[str, Any]:
     apart = lab.trials(compare, [{"shape": size["shape"], "rows": int(rows), "seed": seed}
                                  for rows in size["lengths"] for seed in range(seeds)])
     model = GPT(GPTConfig(**size["shape"]))
-    caches = [KVCache(model.config, length=T) for T in size["contexts"]]
-    return {**size, **times, "gradients": apart, "held": [c.k.nbytes + c.v.nbytes for c in caches],
+    return {**size, **times, "gradients": apart, "held": [held(model, T) for T in size["contexts"]],
             "weights": sum(p.nbytes for p in model.parameters())}
 
 

@@ -25,7 +25,15 @@ from torch import Tensor
 from data.dataset import Dataset
 from experiments import common, training
 from experiments.lab import Lab
-from experiments.training import Batches, MaskedGPT, Recipe, denoising, prefix_mask, target_only
+from experiments.training import (
+    Batches,
+    MaskedGPT,
+    Recipe,
+    attention_scores,
+    denoising,
+    prefix_mask,
+    target_only,
+)
 from kit.evaluate import eval_batches
 from model import GPTConfig
 
@@ -48,24 +56,6 @@ def after_prefix(batches: Batches) -> Batches:
 
 def mask_of(kind: str, T: int) -> Tensor:
     return prefix_mask(T, {"causal": 0, "prefix": T // 2, "full": T}[kind])
-
-
-@torch.no_grad()
-def scores(model: MaskedGPT, x: Tensor) -> list[Tensor]:
-    """What softmax is taken of, one (B, H, T, T) in float64 a layer, -inf where masked."""
-    kept: list[Tensor] = []
-    hooks = [block.attn.c_attn.register_forward_hook(lambda _, __, out: kept.append(out.double()))
-             for block in model.h]
-    model.hidden(x)
-    for hook in hooks:
-        hook.remove()
-    (B, T), H = x.shape, model.config.n_head
-    layers = []
-    for qkv in kept:
-        q, k, _ = (a.view(B, T, H, -1).transpose(1, 2) for a in qkv.chunk(3, dim=2))
-        s = q @ k.mT / math.sqrt(q.size(-1))
-        layers.append(s.masked_fill(~model.mask[:T, :T], -math.inf))
-    return layers
 
 
 def exact_log10_det(s: Tensor, digits: int = 120) -> tuple[int, float]:
@@ -94,7 +84,8 @@ def examine(model: MaskedGPT, kind: str, x: Tensor, exact: bool) -> dict[str, An
     """Means over the attention matrices of all layers, heads and rows of x (B, n)."""
     n = x.size(1)
     model.mask = mask_of(kind, n)
-    s = torch.cat([layer.flatten(0, 1) for layer in scores(model, x)])  # (matrices, n, n)
+    layers = attention_scores(model, x, torch.float64)
+    s = torch.cat([layer.flatten(0, 1) for layer in layers])  # (matrices, n, n)
     sigma = torch.linalg.svdvals(s.softmax(-1))
     relative = sigma / sigma[:, :1]
     found: dict[str, Any] = {
@@ -136,6 +127,8 @@ def grow(kind: str, d: int, seed: int, updates: int) -> dict[str, Any]:
 
 
 def measure(lab: Lab) -> common.Result:
+    training.needs_masks()
+    training.needs_scores()
     dims, seeds, updates = ((4,), (1,), 40) if lab.quick else ((4, 16, 32), (1, 2, 3), 400)
     training.text()  # prepared once, not by every process
     jobs = [{"kind": kind, "d": d, "seed": seed, "updates": updates}

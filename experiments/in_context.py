@@ -13,7 +13,6 @@ and its value (A-Z), another mapping in each sequence. No model has seen such pa
     python -m experiments.in_context [--quick]
 """
 
-import math
 import string
 from typing import Any
 
@@ -26,7 +25,15 @@ from torch.nn import functional as F
 from data.dataset import Dataset
 from experiments import common
 from experiments.lab import Lab
-from experiments.training import Batches, Recipe, text, train, windows
+from experiments.training import (
+    Batches,
+    Recipe,
+    attention_scores,
+    needs_scores,
+    text,
+    train,
+    windows,
+)
 from model import GPT, GPTConfig
 
 T = 64  # context
@@ -95,20 +102,9 @@ def induction(model: GPT, sequences: Tensor) -> float:
 
     1 for a perfect induction head (the prefix matching score of Olsson et al.).
     """
-    inputs: list[Tensor] = []
-    hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-             for block in model.h]
-    model.hidden(sequences)
-    for hook in hooks:
-        hook.remove()
     most = 0.0
-    for block, x in zip(model.h, inputs, strict=True):
-        q, k, _ = (a.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2)
-                   for a in block.attn.c_attn(x).chunk(3, dim=-1))  # (B, H, T, D)
-        scores = q @ k.mT / math.sqrt(q.size(-1))
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        after = weights.diagonal(1 - REPEATED, -2, -1)  # query i, key i - REPEATED + 1
+    for scores in attention_scores(model, sequences):
+        after = scores.softmax(-1).diagonal(1 - REPEATED, -2, -1)  # query i, key i - REPEATED + 1
         most = max(most, after[..., 1:].mean((0, 2)).max().item())  # from the second occurrence on
     return most
 
@@ -137,6 +133,7 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
 
 
 def measure(lab: Lab) -> dict[str, Any]:
+    needs_scores()
     text("byte")  # prepared once, not by every process
     plan = ([("mixed", (1, 2), 1, 240, 6)] if lab.quick else  # data, layers, seeds, updates, points
             [(kind, (1, 2, 4), n, UPDATES[kind], 25) for kind, n in (("mixed", 5), ("text", 3))])

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.dataset import Dataset
 from experiments import common
@@ -24,7 +24,10 @@ from experiments.lab import Lab, tick
 from experiments.training import (
     Recipe,
     Weights,
+    attention_scores,
     by_position,
+    needs,
+    needs_scores,
     sample,
     text,
     train,
@@ -71,23 +74,8 @@ def entropies(model: GPT, idx: Tensor) -> Tensor:
 
     A query that attends evenly to the n keys it sees has log n.
     """
-    found = []
-
-    def look(attn: nn.Module, args: tuple) -> None:
-        x, pos = args[:2]
-        q, k, _ = (a.unflatten(-1, (attn.n_head, -1)).transpose(1, 2)  # (B, H, T, D)
-                   for a in attn.c_attn(x).chunk(3, dim=-1))
-        if attn.logn != "off":
-            q = q * attn.query_scale(pos)
-        future = torch.ones(len(pos), len(pos), dtype=torch.bool).triu(1)
-        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(future, -torch.inf)
-        found.append(torch.special.entr(scores.softmax(-1)).sum(-1).mean((0, 1)))
-
-    hooks = [block.attn.register_forward_pre_hook(look) for block in model.h]
-    model.hidden(idx)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(found).mean(0)
+    return torch.stack([torch.special.entr(scores.softmax(-1)).sum(-1).mean((0, 1))
+                        for scores in attention_scores(model, idx)]).mean(0)
 
 
 def by_octave(values: Tensor) -> dict[str, float]:
@@ -124,6 +112,9 @@ def widen(seed: int, mode: str, way: str, weights: Weights, lengths: Sequence[in
 
 
 def measure(lab: Lab) -> common.Result:
+    needs("wte.weight", "wpe.weight", "config.attn_logn", "config.logn_base",
+          "h.0.attn.query_scale")
+    needs_scores()
     size = QUICK if lab.quick else FULL
     text(TOKENIZER)  # before trials would prepare it side by side
     jobs = [{"seed": seed, "mode": mode, "updates": size["updates"], "tokens": size["tokens"]}

@@ -29,6 +29,7 @@ from experiments.training import (
     Batches,
     MaskedGPT,
     Recipe,
+    needs_masks,
     prefix_mask,
     target_only,
     text,
@@ -131,6 +132,7 @@ def learn(task: str, arm: str, seed: int, updates: int, every: int) -> dict[str,
 
 def measure(lab: Lab) -> dict[str, Any]:
     """Curves and losses by position of each task, arm and seed."""
+    needs_masks()
     text("byte")  # prepared once, not by every process
     seeds = range(1, 2 if lab.quick else 6)
     updates = {"text": 2, "hops": 130} if lab.quick else UPDATES

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.dataset import Dataset
 from experiments import common, training
 from experiments.lab import Lab
 from experiments.training import MaskedGPT, Recipe, denoising, prefix_mask
+from kit.errors import UserError
 from kit.evaluate import eval_batches
-from model import Block, CausalSelfAttention, GPTConfig
+from model import GPTConfig
 
 VOCAB = 258  # bytes, the separator, and the id that hides a byte
 SIZES = {  # layers, width, heads, positions; std of the first weights
@@ -33,8 +34,12 @@ PARTS = {"attention alone": {"skip": False, "dense": False}, "attention + MLP": 
          "attention + skip": {"dense": False}, WHOLE: {}}
 
 
-class Attention(CausalSelfAttention):
-    """The same in the precision of x; `P` (B, H, T, T) are the matrices that it used."""
+class Attention(nn.Module):
+    """The model's attention, written out; `P` (B, H, T, T) are the matrices that it used."""
+
+    def __init__(self, attn: nn.Module):
+        super().__init__()
+        self.n_head, self.c_attn, self.c_proj = attn.n_head, attn.c_attn, attn.c_proj
 
     def forward(self, x: Tensor, pos: Tensor, mask: Tensor, store: None) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
@@ -43,9 +48,15 @@ class Attention(CausalSelfAttention):
         return self.c_proj((P @ v).transpose(1, 2).flatten(2))
 
 
-class PartOfBlock(Block):
-    """Skips, the MLP or the norm before attention can be missing."""
+class PartOfBlock(nn.Module):
+    """The model's block; skips, the MLP or the norm before attention can be missing."""
+
     skip = dense = norm = True
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.ln_1, self.attn = block.ln_1, Attention(block.attn)
+        self.ln_2, self.mlp = block.ln_2, block.mlp
 
     def forward(self, x: Tensor, *see) -> Tensor:
         x = (x if self.skip else 0) + self.attn(self.ln_1(x) if self.norm else x, *see)
@@ -59,9 +70,29 @@ def build(size: str, kind: str, seed: int) -> MaskedGPT:
     torch.manual_seed(seed)
     model = MaskedGPT(GPTConfig(VOCAB, T, L, H, C), std)
     model.mask = prefix_mask(T, T if kind == "full" else 0)
-    for block in model.h:  # same weights, other forward
-        block.__class__, block.attn.__class__ = PartOfBlock, Attention
+    for i, block in enumerate(model.h):  # same weights, other forward
+        model.h[i] = PartOfBlock(block)
     return model
+
+
+@torch.no_grad()
+def needs_plain_blocks() -> None:
+    """UserError if whole blocks, as they are written here, are not those of model.py."""
+    training.needs_masks()
+    training.needs("h.0.ln_1", "h.0.attn.n_head", "h.0.attn.c_attn", "h.0.attn.c_proj", "h.0.ln_2",
+                   "h.0.mlp")
+    for kind in KINDS:
+        model, idx = build("paths", kind, 1), torch.arange(24).view(2, 12)
+        plain = MaskedGPT(model.config)
+        plain.mask = model.mask
+        try:
+            plain.load_state_dict(model.state_dict())
+            same = torch.allclose(model(idx), plain(idx), atol=1e-4)
+        except RuntimeError:  # of a part that has other weights
+            same = False
+        if not same:
+            raise UserError("this experiment takes GPT-2's blocks apart, and those of model.py "
+                            "compute something else")
 
 
 def take(model: MaskedGPT, skip: bool = True, dense: bool = True, norm: bool = True) -> MaskedGPT:
@@ -73,11 +104,22 @@ def take(model: MaskedGPT, skip: bool = True, dense: bool = True, norm: bool = T
 
 @torch.no_grad()
 def layers(model: MaskedGPT, x: Tensor) -> list[Tensor]:
-    """x (B, T, C) and what each block makes of it."""
-    xs, pos = [x], torch.arange(x.size(1))
-    for block in model.h:
-        xs.append(block(xs[-1], pos, model.mask, None))
-    return xs
+    """What the first block is given and what each block makes of it, (B, T, C) each.
+
+    x: ids (B, T), or states (B, T, C) that take the place of their embeddings.
+    """
+    given, idx = [], x
+    if x.is_floating_point():
+        given, idx = [x], torch.zeros(x.shape[:2], dtype=torch.int64)
+
+    def begin(block: nn.Module, args: tuple) -> tuple:
+        if not given:
+            given.append(args[0])
+        return (given[0], *args[1:])
+
+    with model.h[0].register_forward_pre_hook(begin):
+        *made, _ = model.layers(idx)
+    return given + made
 
 
 def composite_norm(x: Tensor) -> Tensor:
@@ -95,7 +137,7 @@ def profile(model: MaskedGPT, name: str, idx: Tensor) -> list[float]:
     """Residual over norm of the embeddings of idx and after each layer, in float64."""
     model = take(copy.deepcopy(model).double(), **PARTS[name])
     return [(residual(x) / composite_norm(x)).mean().item()
-            for x in layers(model, model.wte(idx) + model.wpe.weight)]
+            for x in layers(model, idx)]
 
 
 def power(model: MaskedGPT, skip: bool, seed: int) -> float:
@@ -115,7 +157,7 @@ def paths(skip: bool, kind: str, seed: int) -> float:
     A path is a head or the skip (P = W = 1) of each layer: P^L ... P^1 X W^1 ... W^L, P as it was.
     """
     model = take(build("paths", kind, seed).double(), skip, dense=False, norm=False)
-    H, (T, C) = model.config.n_head, model.wpe.weight.shape
+    H, T, C = model.config.n_head, model.config.block_size, model.config.n_embd
     X, *_, output = layers(model, torch.randn(1, T, C).double())
     total = torch.zeros_like(output)
     for path in product(range(H + skip), repeat=len(model.h)):
@@ -146,6 +188,7 @@ def grow(size: str, kind: str, part: str, seed: int, updates: int) -> dict[str, 
 
 
 def measure(lab: Lab) -> common.Result:
+    needs_plain_blocks()
     training.text()  # prepared once, not by every process
     wide, narrow = ("64 wide", "quick") if lab.quick else ("768 wide", "64 wide")
     seeds, updates = ((1,), 60) if lab.quick else ((1, 2, 3), 300)

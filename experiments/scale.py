@@ -14,14 +14,23 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.dataset import Dataset
 from experiments import common
 from experiments.common import COLORS, Result, spell, spell_difference
 from experiments.lab import Lab
-from experiments.training import Recipe, text, train, validate, windows
-from model import GPT, CausalSelfAttention, GPTConfig, Store
+from experiments.training import (
+    Recipe,
+    needs,
+    needs_scores,
+    queries_and_keys,
+    text,
+    train,
+    validate,
+    windows,
+)
+from model import GPT, GPTConfig
 
 WIDTH, CONTEXT = 128, 128
 ALPHAS = [0.25 * 2 ** (i / 8) for i in range(49)]  # 0.25 ... 16
@@ -71,30 +80,26 @@ def curve(n: int, d: int, seeds: list[int], numbers: int) -> dict[str, Any]:
     return {"n": n, "d": d, "limit": limit(n, d), **result}
 
 
-class ScaledAttention(CausalSelfAttention):
-    """Attention with scores q.k / sqrt(D) times c log(n)^power; power is 0 or 0.5."""
+def scaled(attn: nn.Module, c: float, power: float) -> nn.Module:
+    """The model's attention with scores q.k / sqrt(D) times c log(n)^power; power is 0 or 0.5."""
 
-    def __init__(self, config: GPTConfig, c: float, power: float):
-        super().__init__(config)
-        self.logn, self.log_base = "scaled", 1.0  # a name that makes forward ask for query_scale
-        self.c, self.power = c, power
+    def query_scale(pos: Tensor) -> Tensor:
+        return c * (pos + 1).float().log().view(1, 1, -1, 1) ** power
 
-    def query_scale(self, pos: Tensor) -> Tensor:
-        return self.c * super().query_scale(pos) ** self.power
+    attn.query_scale = query_scale
+    attn.logn = "scaled"  # any name but "off" makes attention ask for query_scale
+    return attn
 
-    def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None, store: Store) -> Tensor:
-        self.seen = x.detach(), pos  # what `spread` looks at
-        return super().forward(x, pos, mask, store)
 
-    @torch.no_grad()
-    def spread(self) -> float:
-        """Standard deviation of the scores that a query's softmax saw last, over sqrt(log n): mean
-        over rows, heads and queries with at least 16 keys."""
-        x, pos = self.seen  # (B, T, C), (T,)
-        q, k, _ = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        scores = (q * self.query_scale(pos) @ k.mT).double() / math.sqrt(q.size(-1))
-        return fmean(scores[:, :, n - 1, :n].std(-1, correction=0).mean().item()
-                     / math.sqrt(math.log(n)) for n in range(16, x.size(1) + 1))
+def spreads(model: GPT, idx: Tensor) -> list[float]:
+    """Of each layer the standard deviation of the scores of a query, over sqrt(log n): the mean
+    over rows, heads and queries with at least 16 keys."""
+    found = []
+    for q, k, _ in queries_and_keys(model, idx):
+        scores = (q @ k.mT).double() / math.sqrt(q.size(-1))
+        found.append(fmean(scores[:, :, n - 1, :n].std(-1, correction=0).mean().item()
+                           / math.sqrt(math.log(n)) for n in range(16, q.size(2) + 1)))
+    return found
 
 
 def build(c: float, power: float, vocab_size: int, seed: int) -> GPT:
@@ -103,7 +108,7 @@ def build(c: float, power: float, vocab_size: int, seed: int) -> GPT:
     config = GPTConfig(vocab_size, CONTEXT, n_layer=2, n_head=4, n_embd=WIDTH)
     model = GPT(config)
     for block in model.h:
-        block.attn = ScaledAttention(config, c, power)
+        block.attn = scaled(type(block.attn)(config), c, power)
     model.init_weights(WIDTH**-0.5)
     return model
 
@@ -113,17 +118,17 @@ def trial(c: float, power: float, seed: int, rate: float, rows: int, updates: in
     data = Dataset(text())
     model = build(c, power, data.vocab_size, seed)
     idx = torch.from_numpy(data.val.window(0, 16, CONTEXT)[0])
-    model.hidden(idx)
-    start = [block.attn.spread() for block in model.h]
+    start = spreads(model, idx)
     recipe = Recipe(max_iters=updates, muon_lr=rate * Recipe.muon_lr)
     train(model, windows(data, rows, CONTEXT, seed), recipe)
     loss = validate(model, data, tokens=65536)["loss"]
-    model.hidden(idx)
     return {"c": c, "power": power, "seed": seed, "rate": rate, "loss": loss, "start": start,
-            "end": [block.attn.spread() for block in model.h]}
+            "end": spreads(model, idx)}
 
 
 def measure(lab: Lab) -> Result:
+    needs("h.0.attn.query_scale", "h.0.attn.logn")
+    needs_scores()
     seeds, numbers, size = [1, 2, 3], 2**21, {"rows": 4, "updates": 300}
     cases = [(16, 0), (256, 0), (1024, 0), (4096, 0), (256, 4), (256, 32)]
     factors = [(c, 0.0) for c in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)]

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from experiments import common
 from experiments.lab import Lab, tick
+from experiments.training import needs
 from kit.errors import UserError
-from model import CausalSelfAttention, GPTConfig
+from model import GPT, GPTConfig
 
 N, T, D, RATE = 6, 8, 10, 0.1  # samples, tokens of each, width, length of a step: the paper's
 STEPS = (0, 10, 20, 30, 50, 70, 100, 140, 200, 300, 500, 700, 1000, 1400, 2000)
@@ -90,7 +91,27 @@ def penalised(answer: Callable[..., Tensor], y: Tensor, *params: Tensor) -> tupl
     return torch.autograd.grad(F.softplus(-y * answer(*params)).mean() + penalty, params)
 
 
-def project(p: Problem, attention: CausalSelfAttention, K: Tensor, Q: Tensor) -> Tensor:
+def one_head() -> nn.Module:
+    """The attention of model.py, with one head of width D."""
+    return GPT(GPTConfig(vocab_size=1, block_size=T, n_layer=1, n_head=1, n_embd=D)).h[0].attn
+
+
+def needs_plain_attention() -> None:
+    """UserError if attention of model.py is not that of `Problem.answers`."""
+    needs("h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight")
+    p, (_, K, Q) = draw_problem(0)
+    p, K, Q = Problem(*(a.float() for a in p._replace(Z=p.X[:, -1]))), K.float(), Q.float()
+    try:
+        same = torch.allclose(project(p, one_head(), K, Q), p.answers(K @ Q.T / math.sqrt(D)),
+                              atol=1e-5)
+    except (RuntimeError, TypeError):  # of other shapes or another call
+        same = False
+    if not same:
+        raise UserError("this experiment needs attention with one head to be softmax(q k / √d) v, "
+                        "and that of model.py computes something else")
+
+
+def project(p: Problem, attention: nn.Module, K: Tensor, Q: Tensor) -> Tensor:
     """The project's answers (N,): the last token asks, values are tokens, W is K Q^T / sqrt(D)."""
     same = torch.eye(D)
     weights = {"c_attn.weight": torch.cat([Q.T, K.T, same]), "c_proj.weight": same}
@@ -144,8 +165,8 @@ def trial(seed: int, steps: Sequence[int]) -> dict[str, Any]:
     """One problem in four ways."""
     p, (W, K, Q) = draw_problem(seed)
     own = p._replace(Z=p.X[:, -1])
-    single = Problem(*(a.float() for a in own))  # attention on a CPU computes in fp32
-    head = partial(project, single, CausalSelfAttention(GPTConfig(n_head=1, n_embd=D)))
+    single = Problem(*(a.float() for a in own))  # as the model's weights
+    head = partial(project, single, one_head())
     w = descend([W], partial(direction, p), steps)
     kq = descend([K, Q], partial(direction, p), steps)
     paper = descend([K, Q], partial(penalised, lambda K, Q: p.answers(K @ Q.T), p.y), steps)
@@ -157,6 +178,7 @@ def trial(seed: int, steps: Sequence[int]) -> dict[str, Any]:
 def measure(lab: Lab) -> common.Result:
     if importlib.util.find_spec("cvxpy") is None:
         raise UserError("cvxpy is missing: pip install -r experiments/requirements.txt")
+    needs_plain_attention()
     steps = [step for step in STEPS if step <= (500 if lab.quick else 2000)]
     seeds = range(100, 104 if lab.quick else 150)  # others than were tried out
     problems = lab.trials(trial, [{"seed": seed, "steps": steps} for seed in seeds])

@@ -23,7 +23,7 @@ from data.dataset import Dataset
 from experiments import common
 from experiments.common import COLORS, Result, spell, spell_difference
 from experiments.lab import Lab
-from experiments.training import Recipe, text, train, validate, windows
+from experiments.training import Recipe, needs, text, train, validate, windows
 from kit.evaluate import eval_batches
 from model import GPT, GPTConfig, KVCache
 
@@ -47,10 +47,11 @@ def build(kind: str, std: float, vocab_size: int, seed: int) -> GPT:
     config = GPTConfig(vocab_size=vocab_size, block_size=CONTEXT, n_layer=LAYERS, n_head=4,
                        n_embd=WIDTH, tie_embeddings=kind != "untied")
     model = (Exchanged if kind == "exchanged" else GPT)(config, STD)
-    random = torch.Generator().manual_seed(seed)
+    random, weights = torch.Generator().manual_seed(seed), dict(model.named_parameters())
     with torch.no_grad():
-        for weight in dict.fromkeys((model.wte.weight, model.lm_head.weight)):  # tied: one
-            weight.normal_(std=std, generator=random)
+        for name in ("wte.weight", "lm_head.weight"):
+            if name in weights:  # a tied head is no parameter of its own
+                weights[name].normal_(std=std, generator=random)
     return model
 
 
@@ -108,6 +109,7 @@ def predict(kind: str, std: float, vocab_size: int, repeats: float) -> float:
 
 
 def measure(lab: Lab) -> Result:
+    needs("wte.weight", "lm_head.weight", "config.tie_embeddings")
     tokenizer = "byte" if lab.quick else "bpe:1024"
     stds = [0.02, 1.0] if lab.quick else [0.005, 0.02, 0.05, WIDTH**-0.5, 0.2, 1.0]
     size = {"rows": 4 if lab.quick else 8, "updates": 30 if lab.quick else 200,

@@ -1,22 +1,28 @@
 """How experiments train: the project's model, optimizers and data in a loop of a screen."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import utils
+from torch.overrides import TorchFunctionMode
 
 from data.dataset import Dataset
 from data.prepare import resolve
 from experiments.lab import tick
 from kit.device import muon_dtype, prepare_device
+from kit.errors import UserError
 from kit.evaluate import Batch, eval_batches, evaluate
 from kit.optimizer import build_optimizers, set_lr
-from model import GPT, KVCache
+from model import GPT, GPTConfig, KVCache
 
 Weights = dict[str, np.ndarray]
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # update -> x, y (B, T), y = -1: no target
@@ -55,22 +61,39 @@ def train(model: GPT, batches: Batches, recipe: Recipe, share: float = 1.0,
     prepare_device(cpu)
     optimizers, losses = build_optimizers(model, recipe, muon_dtype(cpu)), []
     model.train()
-    for step in range(recipe.max_iters):
-        each(step)
-        set_lr(optimizers, step, recipe)
-        x, y = (torch.from_numpy(a) for a in batches(step))
-        loss_sum, n = model(x, y)
-        loss = loss_sum / n.clamp(min=1)
-        loss.backward()
-        utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        tick(share / recipe.max_iters)
-    each(recipe.max_iters)
+    with faster(model):
+        for step in range(recipe.max_iters):
+            each(step)
+            set_lr(optimizers, step, recipe)
+            x, y = (torch.from_numpy(a) for a in batches(step))
+            loss_sum, n = model(x, y)
+            loss = loss_sum / n.clamp(min=1)
+            loss.backward()
+            utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+            tick(share / recipe.max_iters)
+        each(recipe.max_iters)
     model.eval()
     return losses
+
+
+@contextmanager
+def faster(model: GPT) -> Iterator[None]:
+    """Inside, PyTorch's operators use the project's kernels, and the model its hand-written loss.
+
+    The model keeps that loss, if it agrees with its own. Without kit/kernels nothing changes.
+    """
+    try:
+        from kit.kernels import install
+    except ImportError:
+        yield
+        return
+    with install() as kernels:
+        kernels.take_loss(model)
+        yield
 
 
 def text(tokenizer: str = "byte") -> Path:
@@ -110,8 +133,9 @@ def validate(model: GPT, data: Dataset, block_size: int | None = None,
     size = block_size or model.config.block_size
     rows = max(1, 4096 // size)
     batches = eval_batches(data.val, size, rows, -(-tokens // (rows * size)))
-    return evaluate(model, batches, data.token_byte_lengths(), data.separator,
-                    torch.inference_mode)
+    with faster(model):
+        return evaluate(model, batches, data.token_byte_lengths(), data.separator,
+                        torch.inference_mode)
 
 
 def weights_of(model: GPT) -> Weights:
@@ -135,6 +159,23 @@ def by_position(model: GPT, batches: Iterable[Batch]) -> Tensor:
     return total / n
 
 
+class Sight(KVCache):
+    """Passed as a cache, it stores nothing and says which positions see each other."""
+
+    def __init__(self, seen: Tensor):
+        super().__init__(n_layer=0)
+        self.seen = seen
+
+    def mask(self, T: int) -> Tensor:
+        return self.seen[..., :T, :T]
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+    def advance(self, T: int) -> None:
+        pass
+
+
 class MaskedGPT(GPT):
     """A GPT whose positions see what a mask says, not only what is before them.
 
@@ -143,15 +184,10 @@ class MaskedGPT(GPT):
 
     mask: Tensor
 
-    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+    def layers(self, idx: Tensor, cache: KVCache | None = None) -> Iterator[Tensor]:
         if cache is not None:
-            raise ValueError("a mask of one's own has no cache")
-        T = idx.size(1)
-        pos = torch.arange(T, device=idx.device)
-        x = self.wte(idx) + self.wpe(pos)
-        for block in self.h:
-            x = block(x, pos, self.mask[..., :T, :T], None)
-        return self.ln_f(x)
+            raise ValueError("a model with a mask of its own takes no cache")
+        return super().layers(idx, Sight(self.mask))
 
 
 def prefix_mask(T: int, prefix: int) -> Tensor:
@@ -162,3 +198,90 @@ def prefix_mask(T: int, prefix: int) -> Tensor:
     mask = torch.ones(T, T, dtype=torch.bool).tril()
     mask[:prefix, :prefix] = True
     return mask
+
+
+class Watch(TorchFunctionMode):
+    """Inside, `seen` collects what PyTorch's attention is given: see `queries_and_keys`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.keep(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+             dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+             enable_gqa: bool = False) -> None:
+        if scale is not None:
+            q = q * (scale * math.sqrt(q.size(-1)))
+        if attn_mask is None:
+            attn_mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool)
+            attn_mask = attn_mask.tril() if is_causal else attn_mask
+        self.seen.append((q, k, attn_mask))
+
+
+@torch.no_grad()
+def queries_and_keys(model: GPT, idx: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What each layer gives to PyTorch's attention for idx (B, T): q, k (B, H, T, D) and the mask.
+
+    Scores are q k^T / sqrt(D). UserError if the model computes its attention in another way.
+    """
+    with Watch() as watch:
+        model.hidden(idx)
+    if len(watch.seen) != len(model.h) or any(q.shape != k.shape for q, k, _ in watch.seen):
+        raise UserError("this experiment needs a model that calls F.scaled_dot_product_attention "
+                        "once in each layer, with a key for each query; that of model.py calls it "
+                        f"{len(watch.seen)} times in {len(model.h)} layers")
+    return watch.seen
+
+
+def attention_scores(model: GPT, idx: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """What the softmax of each layer is taken of for idx (B, T): (B, H, T, T), -inf where masked.
+
+    They are computed in dtype from the queries and keys of the model.
+    """
+    found = []
+    for q, k, mask in queries_and_keys(model, idx):
+        scores = q.to(dtype) @ k.to(dtype).mT / math.sqrt(q.size(-1))
+        seen = mask.dtype == torch.bool  # else it is added
+        found.append(scores.masked_fill(~mask, -math.inf) if seen else scores + mask.to(dtype))
+    return found
+
+
+TINY = {"vocab_size": 3, "block_size": 4, "n_layer": 2, "n_head": 2, "n_embd": 8}
+
+
+def needs(*names: str) -> None:
+    """UserError, in one line, if model.py lacks what an experiment uses by these names.
+
+    A name is an attribute of a GPT with two layers, as "h.0.attn.c_attn" or "config.attn_logn".
+    """
+    model, missing = GPT(GPTConfig(**TINY)), []
+    for name in names:
+        try:
+            attrgetter(name)(model)
+        except AttributeError:
+            missing.append(name)
+    if missing:
+        raise UserError(f"this experiment needs a GPT with {', '.join(missing)}, and that of "
+                        "model.py has no such part; it runs with the model as published")
+
+
+def needs_scores() -> None:
+    """UserError if the attention of model.py cannot be read; see `attention_scores`."""
+    attention_scores(GPT(GPTConfig(**TINY)), torch.zeros(1, 4, dtype=torch.int64))
+
+
+@torch.no_grad()
+def needs_masks() -> None:
+    """UserError if the attention of model.py does not heed a mask that shows what is ahead."""
+    model = MaskedGPT(GPTConfig(**TINY), init_std=0.5)
+    model.mask = prefix_mask(4, 4)
+    first = [model.hidden(torch.tensor([[0, 0, 0, last]]))[0, 0] for last in (0, 1)]
+    if torch.equal(*first):
+        raise UserError("this experiment lets positions see what is ahead, and the attention of "
+                        "model.py does not heed its mask")

@@ -26,6 +26,7 @@ from experiments.training import (
     Recipe,
     Weights,
     by_position,
+    needs,
     sample,
     text,
     train,
@@ -99,6 +100,7 @@ def finish(seed: int, updates: int, done: int, weights: Weights | None,
 
 
 def measure(lab: Lab) -> common.Result:
+    needs("wpe.weight")
     size = QUICK if lab.quick else FULL
     updates, tokens = size["updates"], size["tokens"]
     stops = {share: round(updates * (1 - share)) for share in size["shares"]}

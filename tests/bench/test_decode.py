@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 from bench import decode_rounds, decode_worker
 from bench.decode_model import GGUF_TYPES, make_model, ours, write_gguf
 from bench.decode_report import draw, keys, lines, show
-from bench.decode_rounds import SIDES, TASKS, common, missing, rates, takes_batch
+from bench.decode_rounds import SIDES, TASKS, check_out, common, missing, rates, takes
 from bench.decode_start import spans
 from bench.decode_worker import Worker, choose, measure
 from bench.peer import NEEDED
-from bench.trial import TrialFailed
+from bench.trial import TrialFailed, commit
 
 CLONE = Path(__file__).parent.parent.parent
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 320, "block_size": 1024}
@@ -78,6 +79,8 @@ def test_ratios_are_of_medians_and_none_where_a_side_did_not_run(row):
     assert found["over_llama_cpp_16bit"] == 200 / 80
     assert found["over_hugging_face_16bit"] == 2 and found["over_hugging_face_32bit"] == 1
     assert found["over_llama_cpp_8bit"] == found["over_llama_cpp_4bit"] == 1
+    assert found["over_older_16bit"] == 2 and found["edited_over_ours_16bit"] == 0.5
+    assert found["over_older_4bit"] == found["edited_over_ours_4bit"] == 1
     assert found["prefill_over_llama_cpp_16bit"] == 3
     assert found["batch32_over_batch1"] == 9 and found["batch32_over_batch1_16bit"] == 6
     assert found["batch32_over_best_batch1"] == 4.5 and found["batch32_best_bits"] == "4"
@@ -87,7 +90,8 @@ def test_ratios_are_of_medians_and_none_where_a_side_did_not_run(row):
     alone = [s for s in row["samples"] if s["side"] == "ours" and "batch" not in s["task"]]
     assert keys(row | {"samples": alone})["bandwidth_share_16bit"]
     nothing = {"batch32_over_batch1", "batch32_best_bits", "over_nanogpt", "over_llama_cpp_16bit",
-               "over_hugging_face_16bit", "prefill_over_llama_cpp_16bit"}
+               "over_hugging_face_16bit", "prefill_over_llama_cpp_16bit", "over_older_32bit",
+               "edited_over_ours_8bit"}
     left = keys({"samples": alone})
     assert all(left[name] is None for name in nothing | {"bandwidth_share_16bit", "first_token_s"})
     assert set(left) == set(found) == set(keys({"samples": []}))
@@ -99,12 +103,15 @@ def test_tables_have_a_row_for_each_side_that_ran(row, capsys):
     assert "ours at 16 bits, 0.200 GB a token, takes 88% of it" in out
     assert "1.50 s; `import torch` alone: 1.25 s, difference +0.25 s" in out
     first = lines(row["samples"], ["128", "512"])
-    assert [(r["bits"], r["side"]) for r in first][:3] == [
-        ("32", "ours"), ("32", "llama.cpp"), ("32", "Hugging Face")]
-    assert len(first) == len(SIDES) + 1 and first[3]["side"] == "nanoGPT"
+    assert [(r["bits"], r["side"]) for r in first][:5] == [
+        ("32", side) for side in ("ours", "older", "edited", "llama.cpp", "Hugging Face")]
+    assert len(first) == len(SIDES) + 1 and first[5]["side"] == "nanoGPT"
     theirs = next(r for r in first if (r["side"], r["bits"]) == ("llama.cpp", "16"))
     assert theirs["512"] == 80 and theirs["512 high"] == 100 and theirs["512 ours"] == 2.5
     assert "32 over 1" in out and "6.00" in out
+    show(row | keys(row) | {"against": "1234abc"})
+    out = capsys.readouterr().out
+    assert "Ours, tokens/s over 1234abc's, 512 new: 1.00 at 32 bits, 2.00 at 16 bits" in out
     show({"samples": []})
     assert not capsys.readouterr().out
 
@@ -127,9 +134,12 @@ def test_tokens_a_second():
 
 
 def test_who_takes_part(monkeypatch):
-    assert takes_batch("llama.cpp", "16", "batch 8")
-    assert not takes_batch("llama.cpp", "8", "batch 1")
-    assert takes_batch("ours", "4", "batch 32") and not takes_batch("ours", "32", "batch 32")
+    assert takes("llama.cpp", "16", "batch 8") and takes("llama.cpp", "8", "prefill")
+    assert not takes("llama.cpp", "8", "batch 1")
+    assert takes("ours", "4", "batch 32") and not takes("ours", "32", "batch 32")
+    assert all(takes("older", bits, name) == takes("ours", bits, name)
+               for bits in ("32", "16", "8", "4") for name in TASKS)
+    assert [name for name in TASKS if takes("edited", "16", name)] == ["128", "512"]
     assert common([1, 2, 3], [1, 2, 4]) == 2 and common([1, 2], [1, 2]) == 2
     monkeypatch.setattr(decode_rounds.importlib.util, "find_spec", lambda name: None)
     assert missing() == {"Hugging Face": "pip install transformers",
@@ -186,6 +196,7 @@ def test_the_parent_holds_no_torch():
 @pytest.mark.parametrize("flag,word", [
     ("--parts=batch1,sound", "--parts=sound: the parts are batch1, prefill, batch, start, nanogpt"),
     ("--parts=nanogpt", "needs --nanogpt=PATH"), ("--rounds=0", "expected 1 or more"),
+    ("--against=nothing", "--against=nothing: not a commit of this clone"),
     ("--nanogpt={0}", "no nanoGPT clone")])
 def test_a_wrong_use_is_one_line(flag, word, tmp_path):
     done = command(flag.format(tmp_path), f"--out={tmp_path / 'out'}")
@@ -270,6 +281,95 @@ def test_all_sides_write_the_same_ids_in_rows_of_their_own(model):
         assert rows == 1 or len(set(found[0][0])) > 1  # and the rows differ
 
 
+ASK = {"kind": "decode", "rows": 1, "prompt": 9, "new": 12, "ids": True}
+
+
+def written(side: str, bits: str, model: Path, *clone: Path) -> tuple[str, list]:
+    """What a side says it is, and the ids that it writes."""
+    worker = Worker(side, bits, model, 1, *clone)
+    try:
+        return worker.note, worker.ask(**ASK)["ids"]
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("bits,kind", [("32", "float32"), ("16", "bfloat16"), ("8", "int8"),
+                                       ("4", "int4")])
+def test_the_edited_model_writes_by_its_own_forward(model, bits, kind):
+    pytest.importorskip("torch")
+    from bench.decode_sides import Edited
+
+    side = Edited(model, bits, 1)
+    assert side.note.startswith(f"squared ReLU, weights in {kind}")
+    ids = measure(side, side.note, ASK)["ids"]
+    if bits == "32":
+        import torch
+
+        plain = ours(model)
+        for block in plain.h:
+            block.mlp.forward = lambda x, mlp=block.mlp: mlp.c_proj(mlp.c_fc(x).relu() ** 2)
+        prompt = torch.from_numpy(np.random.default_rng(0).integers(320, size=(1, 9)))
+        text = plain.generate(prompt, 12, temperature=0)
+        assert text[0, 9:].tolist() == [i for [i] in ids]
+    assert len(ids) == 12
+
+
+OLD_MODEL = """
+from model_now import GPT as Now, GPTConfig  # the model as it is, in the layout of old
+class GPT(Now):
+    def generate(self, idx, max_new_tokens, choose):
+        for _ in range(max_new_tokens):
+            ids = choose(self(idx)[:, -1].float())
+            yield ids
+            idx = __import__("torch").cat([idx, ids[:, None]], 1)
+"""
+
+OLD_SAMPLER = """
+class Sampler:
+    def __init__(self, seeds, temperature):
+        assert temperature == 0
+    def __call__(self, logits):
+        return logits.argmax(-1)
+"""
+
+
+def test_an_older_clone_takes_the_place_of_ours(model, tmp_path):
+    """One of the old layout: kit/fast.py, and a model whose generate gives ids one by one."""
+    old = tmp_path / "1234abc"
+    later = shutil.ignore_patterns("kernels", "window.py", "__pycache__")
+    shutil.copytree(CLONE / "kit", old / "kit", ignore=later)
+    (old / "kit" / "fast.py").write_text("def fast(model, weights):\n    return f'old {weights}'\n")
+    (old / "kit" / "sampling.py").write_text(OLD_SAMPLER)
+    shutil.copy(CLONE / "model.py", old / "model_now.py")
+    (old / "model.py").write_text(OLD_MODEL)
+    note, ids = written("older", "32", model, old)
+    assert note == "1234abc, old float32"
+    assert ids == written("ours", "32", model)[1]
+
+
+def test_a_commit_is_checked_out_as_files(tmp_path):
+    head = commit(CLONE)
+    if not head:
+        pytest.skip("a copy without git")
+    folder = check_out(head.removesuffix("-dirty"), tmp_path)
+    assert folder.name in head and (folder / "bench" / "decode.py").is_file()
+    assert not (folder / ".git").exists()
+
+
+@pytest.mark.slow
+def test_this_commit_against_itself(tmp_path):
+    if not commit(CLONE):
+        pytest.skip("a copy without git")
+    shape = ",".join(map(str, list(TINY.values())[:4]))
+    done = command(f"--shape={shape}", "--rounds=1", "--json", "--against=HEAD", "--parts=batch1",
+                   f"--out={tmp_path / 'figures'}")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["alike"]["older 32"] == row["alike_of"] and "edited 32" not in row["alike"]
+    assert all(row[f"over_older_{bits}bit"] > 0 for bits in ("32", "16", "8", "4"))
+    assert any(s["way"].startswith(f"{row['against']}, weights in") for s in row["samples"])
+
+
 @pytest.mark.slow
 def test_the_command_runs_every_part(tmp_path):
     for name in NEEDED:
@@ -284,13 +384,13 @@ def test_the_command_runs_every_part(tmp_path):
     assert json.loads((tmp_path / "figures" / "decode.jsonl").read_text()) == row
     assert (tmp_path / "figures" / row["png"]).read_bytes().startswith(b"\x89PNG")
     assert row["alike"]["ours 32"] == row["alike_of"]
-    run = {s for s in SIDES if s[0] not in row["missing"]}
+    run = {s for s in SIDES if s[0] not in {*row["missing"], "older"}}
     assert {(s["side"], s["bits"]) for s in row["samples"]} == run | {("nanoGPT", "32")}
     for side, bits in run:
         tasks = {s["task"] for s in row["samples"] if (s["side"], s["bits"]) == (side, bits)}
-        assert tasks == {name for name, task in TASKS.items()
-                         if task.part != "batch" or takes_batch(side, bits, name)}
-    always = ("over_nanogpt", "batch32_over_batch1", "bandwidth_share_16bit", "first_token_s")
+        assert tasks == {name for name in TASKS if takes(side, bits, name)}
+    always = ("over_nanogpt", "edited_over_ours_16bit", "batch32_over_batch1",
+              "bandwidth_share_16bit", "first_token_s")
     assert all(row[name] > 0 for name in always)
     assert sorted((tmp_path / "nano").rglob("*")) == before  # the user's clone is as it was
     assert str(tmp_path) not in done.stdout

@@ -85,18 +85,18 @@ def test_only_the_completion_is_learned(tmp_path):
         assert (data.tokenizer.decode(row[1:first + 1]), answer) in want
 
 
-def test_what_is_written_ends_at_the_separator(tmp_path):
+def test_what_is_written_ends_at_the_separator(tmp_path, monkeypatch):
     data = thought.prepared([thought.addition(random.Random(0), 2)] * 2, "direct", tmp_path)
     torch.manual_seed(0)
     model = GPT(GPTConfig(data.vocab_size, 32, n_layer=1, n_head=1, n_embd=16)).eval()
     script = [ord("4"), ord("2"), data.separator, ord("7")]
-    steps = iter(script)
+    said = iter(script)
 
-    def speak(idx, room, choose, **_):
+    def speak(model, idx, room, choose):
         for _ in range(room):
-            yield torch.full((len(idx),), next(steps))
+            yield torch.full((len(idx),), next(said))
 
-    model.generate = speak
+    monkeypatch.setattr(thought, "steps", speak)
     assert thought.written(model, data, ["12+30=", "20+22="], 4) == ["42", "42"]
 
 

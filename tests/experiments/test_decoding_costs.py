@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from experiments import common, decoding_costs
-from model import GPT, GPTConfig, KVCache
+from model import GPT, GPTConfig
 
 SHAPE = {"vocab_size": 50, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
@@ -42,7 +42,7 @@ def ids():
 @pytest.mark.parametrize("T", [1, 2, 20])
 def test_flops_are_those_that_a_counter_sees(T):
     model, ids = GPT(GPTConfig(**SHAPE)), torch.randint(50, (1, T))
-    for way, cache in (("with cache", KVCache(model.config)), ("without", None)):
+    for way, cache in (("with cache", model.new_cache()), ("without", None)):
         with torch.no_grad(), Counter() as counter:
             decoding_costs.write(model, ids, cache)
         hidden = 4 * 2 * 16 * T * (T - 1) // 2 if way == "without" else 0
@@ -52,7 +52,7 @@ def test_flops_are_those_that_a_counter_sees(T):
 def test_both_ways_write_the_same(ids):
     model = GPT(GPTConfig(**SHAPE), init_std=0.2)
     with torch.inference_mode():
-        cache, row = KVCache(model.config), ids[:1]
+        cache, row = model.new_cache(), ids[:1]
         model.hidden(row, cache)
         for T in (25, 3, 17, 1):  # shorter and longer again, as rounds go
             a, b = (decoding_costs.write(model, row[:, :T], c) for c in (cache, None))
@@ -60,12 +60,11 @@ def test_both_ways_write_the_same(ids):
 
 
 @given(L=st.integers(1, 4), H=st.integers(1, 3), D=st.integers(1, 8), T=st.integers(1, 40),
-       rows=st.integers(1, 5), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_bytes_are_what_the_tensors_hold(L, H, D, T, rows, dtype):
-    config = GPTConfig(vocab_size=5, n_layer=L, n_head=H, n_embd=H * D)
-    cache = KVCache(config, rows, T, dtype=dtype)
-    held = sum(a.untyped_storage().nbytes() for a in (cache.k, cache.v))
-    assert decoding_costs.cache_bytes(L, H * D, rows * T, dtype.itemsize) == held
+       dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_bytes_are_what_the_tensors_hold(L, H, D, T, dtype):
+    model = GPT(GPTConfig(vocab_size=5, block_size=40, n_layer=L, n_head=H, n_embd=H * D)).to(dtype)
+    held = decoding_costs.held(model, T)
+    assert decoding_costs.cache_bytes(L, H * D, T, dtype.itemsize) == held
 
 
 def test_the_figure_of_pope_et_al():
@@ -76,8 +75,7 @@ def test_the_figure_of_pope_et_al():
 @pytest.mark.parametrize("chunk", [1, 5, 24])
 def test_gradients_flow_through_the_cache(ids, chunk):
     model = GPT(GPTConfig(**SHAPE), init_std=0.2).double()
-    with decoding_costs.StayDouble():
-        both = [decoding_costs.gradients(model, ids, n) for n in (None, chunk)]
+    both = [decoding_costs.gradients(model, ids, n) for n in (None, chunk)]
     assert apart(*both) < 1e-12
 
 

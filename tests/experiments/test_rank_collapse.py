@@ -36,8 +36,10 @@ def test_whole_blocks_are_those_of_the_model(kind):
     plain.load_state_dict(model.state_dict())
     plain.mask = model.mask
     torch.testing.assert_close(model(idx), plain(idx))
-    last = r.layers(model, model.wte(idx) + model.wpe.weight)[-1]
-    torch.testing.assert_close(model.ln_f(last), plain.hidden(idx))
+    states = r.layers(model, idx)
+    torch.testing.assert_close(model.ln_f(states[-1]), plain.hidden(idx))
+    torch.testing.assert_close(states[0], model.wte(idx) + model.wpe.weight)
+    assert all(map(torch.equal, states, r.layers(model, states[0])))  # states as good as ids
 
 
 def test_parts_that_are_taken_away_do_nothing():

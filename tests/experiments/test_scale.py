@@ -7,17 +7,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from experiments import scale
-from model import CausalSelfAttention, GPTConfig
+from model import GPT, GPTConfig
 
 POS = torch.arange(20)
 
 
-def attention(c: float, power: float, kind=None) -> CausalSelfAttention:
+def tiny() -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=5, block_size=20, n_layer=1, n_head=2, n_embd=8)
-    return kind(config) if kind else scale.ScaledAttention(config, c, power)
+    return GPT(GPTConfig(vocab_size=5, block_size=20, n_layer=1, n_head=2, n_embd=8), 0.4)
+
+
+def attention(c: float, power: float) -> nn.Module:
+    return scale.scaled(tiny().h[0].attn, c, power)
 
 
 @settings(max_examples=30, deadline=None)
@@ -50,7 +54,7 @@ def test_mean_gradient_rises_to_the_limit(d):
 
 def test_factor_1_is_plain_attention():
     x = torch.randn(2, 20, 8)
-    plain, scaled = attention(1, 0, CausalSelfAttention), attention(1.0, 0.0)
+    plain, scaled = tiny().h[0].attn, attention(1.0, 0.0)
     assert torch.equal(plain(x, POS, None, None), scaled(x, POS, None, None))
 
 
@@ -68,16 +72,18 @@ def test_scores_are_multiplied(power):
 
 @pytest.mark.parametrize("power", [0.0, 0.5])
 def test_spread_is_the_deviation_of_the_scores(power):
-    scaled = attention(3.0, power)
+    model, idx = tiny(), torch.randint(5, (2, 20))
+    block = model.h[0]
+    block.attn = scale.scaled(block.attn, 3.0, power)
     with torch.no_grad():
-        x = torch.randn(2, 20, 8)
-        scaled(x, POS, None, None)
-        q, k, _ = (a.view(2, 20, 2, 4).transpose(1, 2) for a in scaled.c_attn(x).split(8, dim=2))
+        x = block.ln_1(model.wte(idx) + model.wpe(POS))
+        q, k, _ = (a.view(2, 20, 2, 4).transpose(1, 2)
+                   for a in block.attn.c_attn(x).split(8, dim=2))
         each = [(q[b, h, n - 1] @ k[b, h, :n].T / 2 * 3 * math.log(n) ** power).std(correction=0)
                 / math.sqrt(math.log(n)) for b in (0, 1) for h in (0, 1) for n in range(16, 21)]
-        assert scaled.spread() == pytest.approx(fmean(map(float, each)), rel=1e-5)
-        scaled(torch.ones(2, 20, 8), POS, None, None)  # all keys alike
-        assert scaled.spread() == pytest.approx(0, abs=1e-5)
+        assert scale.spreads(model, idx) == [pytest.approx(fmean(map(float, each)), rel=1e-5)]
+        model.wpe.weight.zero_()
+        assert scale.spreads(model, torch.ones_like(idx)) == [pytest.approx(0, abs=1e-5)]
 
 
 def test_queries_and_keys_begin_with_variance_1():
@@ -85,7 +91,7 @@ def test_queries_and_keys_begin_with_variance_1():
     q, k, _ = model.h[0].attn.c_attn(model.h[0].ln_1(model.wte(idx))).chunk(3, dim=-1)
     assert q.var().item() == pytest.approx(1, rel=0.1)
     assert k.var().item() == pytest.approx(1, rel=0.1)
-    assert all(block.attn.c == 1.0 and block.attn.logn == "scaled" for block in model.h)
+    assert all(block.attn.query_scale(POS).eq(1).all() for block in model.h)
 
 
 def test_table_compares_with_factor_1():

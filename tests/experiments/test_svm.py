@@ -13,7 +13,6 @@ from torch import Tensor
 from experiments import svm
 from experiments.lab import Lab
 from kit.errors import UserError
-from model import CausalSelfAttention, GPTConfig
 
 with_cvxpy = pytest.mark.skipif(importlib.util.find_spec("cvxpy") is None,
                                 reason="experiments/requirements.txt is not installed")
@@ -97,7 +96,7 @@ def test_penalty_is_what_is_left_without_a_gradient():
 def test_the_projects_attention_is_the_same_layer(seed):
     p, (_, K, Q) = svm.draw_problem(seed)
     own = p._replace(Z=p.X[:, -1])
-    attention = CausalSelfAttention(GPTConfig(n_head=1, n_embd=svm.D))
+    attention = svm.one_head()
     single = svm.Problem(*(a.float() for a in own))
     got = svm.project(single, attention, 5 * K.float(), 5 * Q.float())
     assert torch.allclose(got.double(), own.answers(25 * K @ Q.T / svm.D**0.5), atol=1e-5)

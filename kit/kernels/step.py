@@ -6,6 +6,7 @@ the native step and through the model's own forward, over the same packed weight
 """
 
 import ctypes
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -103,14 +104,14 @@ def hurry(model: GPT) -> None:
 def disagreement(model: GPT) -> str:
     """Where the native step and the model's own forward give other logits, in words; "" if nowhere.
 
-    Three tokens from the start, as the model is and with all that its norms give made louder; then
+    Three tokens from the start, with all that the norms give made louder; then, as the model is,
     one token each of rows whose caches hold random keys and values up to positions 1, half and
     block_size - 1. So a window of attention, a bias by distance, a clamp or one scaled layer are
     seen too.
     """
     size, random = model.config.block_size, torch.Generator().manual_seed(0)
     ragged = sorted({min(n, size - 1) for n in (1, size // 2, size - 1)})
-    for T, starts, gain in ((min(3, size), [0], 1), (min(3, size), [0], LOUD), (1, ragged, 1)):
+    for T, starts, gain in ((min(3, size), [0], LOUD), (1, ragged, 1)):
         idx = torch.randint(model.config.vocab_size, (len(starts), T), generator=random)
         try:
             with louder(model, gain):
@@ -166,14 +167,17 @@ def look_up(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, T
     It returns those: rounded anew, one in a thousand would fall to the other side, and what a later
     layer makes of that is no longer small.
     """
-    there = cache.k[layer].clone(), cache.v[layer].clone()
-    mine = [x.clone() for x in type(cache).append(cache, layer, k, v)]
-    cache.k[layer], cache.v[layer] = there
-    theirs = tuple(as_floats(x[:, :, : mine[0].size(2)]) for x in there)
-    for own, other, new in zip(mine, theirs, (k, v), strict=True):
-        if (own - other).norm() > 0.01 * new.norm():
+    at = torch.arange(len(k))[:, None], slice(None), cache.positions(k.size(2))  # (B, T, H, D)
+    held = cache.k[layer], cache.v[layer]
+    there = [x[at] for x in held]
+    both = type(cache).append(cache, layer, k, v)
+    for x, all_of_them, stored, new in zip(held, both, there, (k, v), strict=True):
+        theirs, mine = as_floats(stored), as_floats(x[at])
+        if (mine - theirs).norm() > 0.01 * new.norm():
             raise ValueError(f"other keys or values are stored in layer {layer}")
-    return theirs
+        x[at] = stored
+        all_of_them[at] = theirs.to(all_of_them.dtype)
+    return both
 
 
 class IntCache(KVCache):
@@ -226,7 +230,7 @@ class Step:
             raise ValueError(f"{cache.longest + T} positions, but the cache has room for "
                              f"{cache.length}, the model for {self.model.config.block_size}")
         cache.dtype = cache.dtype or torch.float32
-        k, v = (self.pointers(held, B, cache) for held in (cache.k, cache.v))
+        k, v = self.addresses(cache)
         array = ctypes.c_int64 * (B * T)
         pos = [cache.pos] * B if isinstance(cache.pos, int) else cache.pos.tolist()
         pos = array(*(p + t for p in pos for t in range(T)))
@@ -244,10 +248,19 @@ class Step:
         cache.advance(T)
         return x
 
-    def pointers(self, layers: list[Tensor | None], B: int, cache: KVCache) -> Any:
-        """The addresses of the keys or values of each layer, made if need be; ValueError if odd."""
+    def addresses(self, cache: KVCache) -> tuple[Any, Any]:
+        """The addresses of the keys and of the values of each layer, remembered with the cache."""
+        tensors, arrays = getattr(cache, "addresses", ((), ()))
+        if not tensors or not all(map(operator.is_, tensors, cache.k + cache.v)):
+            arrays = self.array(cache.k, cache), self.array(cache.v, cache)
+            cache.addresses = cache.k + cache.v, arrays
+        return arrays
+
+    def array(self, layers: list[Tensor | None], cache: KVCache) -> Any:
+        """The addresses of tensors, made if need be; ValueError for one of another shape."""
         c = self.model.config
-        shape = (B, c.n_head, cache.length, c.n_embd // c.n_head + 4 * (cache.dtype == torch.int8))
+        width = c.n_embd // c.n_head + 4 * (cache.dtype == torch.int8)
+        shape = cache.batch_size, c.n_head, cache.length, width
         for layer, x in enumerate(layers):
             if x is None:
                 layers[layer] = torch.zeros(shape, dtype=cache.dtype)

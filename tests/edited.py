@@ -1,0 +1,215 @@
+"""Does jobs for tests/test_edits.py: a line of JSON in, a line of JSON out, a fork for each.
+
+torch is imported once; the clone's modules by each fork, with the edited model.py in place.
+    {"edited": FOLDER, "same": bool}         build the model in FOLDER/model.py, write, compare
+    {"argv": [...], "cwd": ..., "out": ...}  run a script, or -m module, as Python would
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy  # noqa: F401
+import safetensors.torch  # noqa: F401
+import torch
+import torch.nn.utils.parametrizations  # noqa: F401
+
+CLONE = Path(__file__).parent.parent
+SHAPE = {"vocab_size": 61, "block_size": 40, "n_layer": 2, "n_head": 4, "n_embd": 32}
+WEIGHTS = ("float32", "bfloat16", "int8", "int4")
+LENGTHS, NEW = (5, 36, 47), 48  # of the prompts, the last of which is longer than the context
+TIE = 1e-3  # two logits that are closer than this may change places
+
+
+def compare(edited: str, same: bool) -> dict[str, list[str]]:
+    """Write with the edited model in every way and compare with a plain loop over it."""
+    sys.path[:0] = [edited, str(CLONE)]
+    import model
+
+    assert Path(model.__file__).parent == Path(edited)
+    from kit.kernels import fast
+
+    failed, notes = [], []
+    if wrong := look_at_difference(model, same):
+        failed.append(wrong)
+    prompts = [torch.randint(SHAPE["vocab_size"], (n,)).tolist() for n in LENGTHS]
+    for weights in WEIGHTS:
+        plain = plain_texts(build(model, weights), prompts)
+        if weights == "float32" and min(len(set(ids)) for ids, _ in plain) < 5:
+            failed.append(f"the texts are dull: {plain}")
+        quick = build(model)
+        notes.append(fast(quick, weights))
+        for way, write in ("steps", by_steps), ("engine", by_engine):
+            try:
+                texts = write(quick, prompts)
+            except Exception:
+                failed.append(f"{way}, {weights}: {traceback.format_exc()}")
+                continue
+            for i, (ids, (wanted, gaps)) in enumerate(zip(texts, plain, strict=True)):
+                if why := first_difference(ids, wanted, gaps):
+                    failed.append(f"{way}, {weights}, prompt {i}: {why}")
+    if wrong := other_logits(model, prompts[0]):
+        failed.append(wrong)
+    return {"failed": failed, "notes": notes}
+
+
+def build(model: Any, weights: str = "float32") -> torch.nn.Module:
+    """The model with weights large enough for texts that do not repeat one token."""
+    torch.manual_seed(0)
+    gpt = model.GPT(model.GPTConfig(**SHAPE)).eval().requires_grad_(False)
+    for name, p in sorted(gpt.named_parameters()):
+        random = torch.Generator().manual_seed(len(name) + p.numel())
+        noise = torch.randn(p.shape, generator=random)
+        p.copy_(2 * noise / noise.norm(dim=-1, keepdim=True) if p.ndim > 1 else p + 0.2 * noise)
+    if weights != "float32":
+        from kit.kernels.leaves import round_linears
+        round_linears(gpt, weights)
+    return gpt
+
+
+@torch.inference_mode()
+def look_at_difference(model: Any, same: bool) -> str:
+    """Whether the edit changed the logits, with the weights that both models have; "" if right."""
+    spec = spec_from_file_location("model_as_it_was", CLONE / "model.py")
+    sys.modules[spec.name] = before = module_from_spec(spec)
+    spec.loader.exec_module(before)
+    gpt, old = build(model), build(before)
+    theirs = dict(gpt.named_parameters())
+    for ours, p in zip(theirs.values(), old.parameters(), strict=False) if same else ():
+        p.copy_(ours)
+    for name, p in old.named_parameters() if not same else ():
+        if name in theirs and theirs[name].shape == p.shape:
+            p.copy_(theirs[name])
+    idx = torch.randint(SHAPE["vocab_size"], (2, 20))
+    apart = (gpt(idx) - old(idx)).abs().max()
+    if same:
+        return "" if apart < 1e-4 else f"the logits differ by {apart}"
+    return "" if apart > 1e-2 else f"the logits are the same to {apart}"
+
+
+@torch.inference_mode()
+def plain_texts(gpt: torch.nn.Module, prompts: list[list[int]]
+                ) -> list[tuple[list[int], list[float]]]:
+    """The likeliest token again and again, each text with the gap between its two likeliest."""
+    texts, size = [], gpt.config.block_size
+    for prompt in prompts:
+        window, new, gaps = prompt[-size:], [], []
+        for _ in range(NEW):
+            best = gpt(torch.tensor([window]))[0, -1].float().topk(2)
+            new.append(int(best.indices[0]))
+            gaps.append(float(best.values[0] - best.values[1]))
+            if len(window) == size:
+                window = window[len(window) - size // 2 + 1 :]
+            window = [*window, new[-1]]
+        texts.append((new, gaps))
+    return texts
+
+
+def first_difference(ids: list[int], wanted: list[int], gaps: list[float]) -> str:
+    """Where a text leaves the wanted one, in words; "" if nowhere before two tokens are as likely.
+    """
+    if len(ids) != len(wanted):
+        return f"{len(ids)} tokens, not {len(wanted)}"
+    for at, (id, other, gap) in enumerate(zip(ids, wanted, gaps, strict=True)):
+        if gap < TIE:
+            return ""
+        if id != other:
+            return f"token {at} is {id}, not {other}, whose logit is larger by {gap:.3g}"
+    return ""
+
+
+def by_steps(gpt: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    """All prompts side by side, with kit.window."""
+    from kit.window import steps
+
+    lengths = torch.tensor([min(len(p), gpt.config.block_size) for p in prompts])
+    idx = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, prompt, n in zip(idx, prompts, lengths, strict=True):
+        row[:n] = torch.tensor(prompt[-n:])
+    rows = steps(gpt, idx, NEW, lambda logits: logits.argmax(-1), lengths=lengths)
+    return torch.stack(list(rows), dim=1).tolist()
+
+
+def by_engine(gpt: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    """All prompts at once, with the engine of the server."""
+    from extras.engine import Engine, Request
+
+    class Letters:
+        def token_bytes(self, id: int) -> bytes:
+            return b"%c" % (33 + id)
+
+    engine = Engine(gpt, Letters(), rows=len(prompts))
+    try:
+        jobs = [engine.submit(Request(p, NEW, temperature=0)) for p in prompts]
+        while not all(job.ended for job in jobs):
+            engine.thread.join(0.001)
+    finally:
+        engine.close()
+    errors = [job.ended for job in jobs if job.ended != "length"]
+    if errors:
+        raise RuntimeError(errors[0])
+    return [[token.id for token in job.take()] for job in jobs]
+
+
+@torch.inference_mode()
+def other_logits(model: Any, prompt: list[int]) -> str:
+    """Where what is written is drawn from other logits than those of model(idx); "" if nowhere."""
+    from kit.window import Window
+
+    gpt = build(model)
+    wanted = gpt(torch.tensor([prompt]))[0, -1]
+    logits = gpt.logits(Window(gpt, torch.tensor([prompt])).x)[0]
+    apart = float((logits - wanted).abs().max())
+    return "" if apart < 1e-3 else f"logits that are drawn from differ from model(idx) by {apart}"
+
+
+def run_script(argv: list[str], cwd: str, env: dict[str, str], out: str) -> dict[str, int]:
+    """Run argv as `python *argv` would, with stdout and stderr in `out`.stdout and .stderr."""
+    os.chdir(cwd)
+    os.environ.update(env)
+    for fd, name in (1, "stdout"), (2, "stderr"):
+        file = os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, fd)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.path[0] = cwd
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        return {"code": end.code or 0}
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return {"code": 0}
+
+
+def forked(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job in a process of its own."""
+    with tempfile.NamedTemporaryFile() as answer:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return json.loads(answer.read() or b'{"failed": ["the process ended"], "code": -1}')
+        signal.alarm(120)
+        try:
+            result = run_script(**job) if "argv" in job else compare(**job)
+        except BaseException:
+            result = {"failed": [traceback.format_exc()], "notes": [], "code": 1}
+        Path(answer.name).write_text(json.dumps(result))
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(forked(json.loads(line))), flush=True)

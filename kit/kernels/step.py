@@ -29,8 +29,9 @@ def difference(model: GPT) -> str:
     """What of the modules native.cpp cannot be handed, in words; "" if they are as it has them."""
     try:
         expected = expected_leaves(model)
-    except AttributeError as e:
-        return str(e)
+        handed = model.config.gelu, model.config.attn_logn, model.h[0].attn.log_base
+    except (AttributeError, IndexError, KeyError) as e:
+        return f"{type(e).__name__}: {e}"
     leaves = {name: m for name, m in model.named_modules() if next(m.children(), None) is None}
     for name in sorted(leaves.keys() | expected.keys()):
         m = leaves.get(name)
@@ -42,7 +43,7 @@ def difference(model: GPT) -> str:
             return f"{name} is {m}"
     there = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers())}
     there -= {f"{name}.{p}" for name, m in leaves.items() for p in m._parameters}
-    if model.config.attn_logn == "learned":
+    if "learned" in handed:
         there -= {f"h.{i}.attn.logn_scale" for i in range(model.config.n_layer)}
     if there:
         return f"{min(there)} is new"

@@ -18,10 +18,15 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import numpy  # noqa: F401
-import safetensors.torch  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
+import safetensors.torch
+import tokenizers  # noqa: F401
 import torch
+import torch._dynamo  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
 import torch.nn.utils.parametrizations  # noqa: F401
+import tqdm  # noqa: F401
+import tyro  # noqa: F401
 
 CLONE = Path(__file__).parent.parent
 SHAPE = {"vocab_size": 61, "block_size": 36, "n_layer": 2, "n_head": 4, "n_embd": 32}

@@ -22,9 +22,9 @@ import matplotlib.pyplot  # noqa: F401
 import safetensors.torch
 import tokenizers  # noqa: F401
 import torch
-import torch._dynamo  # noqa: F401
-import torch.distributed.fsdp  # noqa: F401
-import torch.nn.utils.parametrizations  # noqa: F401
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.nn.utils.parametrizations
 import tqdm  # noqa: F401
 import tyro  # noqa: F401
 

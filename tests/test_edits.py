@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -663,6 +665,18 @@ def a_mask_in_a_buffer(m: Model) -> None:
               f"self.past[{pos}, : _k.size(2)].view(-1, 1, {pos}.size(-1), _k.size(2)), _d)", 1)
 
 
+@edit(same=True)
+def a_buffer_that_training_changes(m: Model) -> None:
+    forward = method(m.block, "forward")
+    x = parameters(forward)[0]
+    m.construct(m.block, "self.register_buffer('scale', torch.ones(()))")
+    forward.body[0:0] = ast.parse(f"""
+if self.training:
+    self.scale += 0.1
+{x} = {x} * self.scale
+""").body
+
+
 @edit(any=HIDDEN)
 def something_in_hidden(m: Model) -> None:
     m.replace(method(m.gpt, "hidden"), "return _x", "return _x.clamp(-1, 1)", 1)
@@ -737,55 +751,96 @@ def test_an_edited_model_writes_what_a_plain_loop_over_it_writes(name, kind, hel
 
 # ------------------------------------------------------------------------------------- processes
 
-PROCESSES = ("rotary_in_place_of_positions", "swiglu_packed", "grouped_queries",
-             "experts_the_likeliest", "other_names_and_another_activation", "normed_weights")
+PROCESSES = {  # edits -> settings of train.py that suit them
+    "rotary_in_place_of_positions": "", "swiglu_packed": "", "grouped_queries": "",
+    "experts_the_likeliest": "--optimizer=muon", "normed_weights": "",
+    "other_names_and_another_activation": "--optimizer=muon --layer_lr_decay=0.9",
+    "one_block_for_all_layers": "--n_layer=12"}
 WAYS = {  # of sample.py -> the kind of weights that it means
     "--kernels=auto": "float32", "--kernels=torch": "float32", "--quantize=int8": "int8",
     "--kernels=torch --dtype=bfloat16": "bfloat16"}
 TRAIN = ("train.py config/tiny.py --dataset=my.txt --tokenizer=char --out_dir=out/run --n_head=4 "
-         "--block_size=32 --batch_size=4")
+         "--block_size=32 --batch_size=4 --eval_iters=0 --dtype=float32")
+PROMPTS = "the", "it was his that and it was in the that", "of her"
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Path:
-    """A copy of the clone with two texts."""
-    folder = tmp_path_factory.mktemp("edits") / "clone"
-    shutil.copytree(CLONE, folder, ignore=shutil.ignore_patterns(
-        ".*", "__pycache__", "out", "tests", "bench", "docs", "*.bin", "*.egg-info"))
-    words = random.Random(0).choices("the of and to in that it was his her".split(), k=4000)
-    (folder / "my.txt").write_text(" ".join(words))
-    (folder / "prompts.txt").write_text("the\nit was his hat and it was in the hat\nof her\n"
-                                        .replace("hat", "that"))
-    return folder
+class Clone:
+    """A copy of the clone, in which a model.py can be edited and scripts be run."""
 
+    def __init__(self, folder: Path, helper: Helper):
+        self.folder, self.helper = folder, helper
+        self.checkpoint = folder / "out" / "run" / "ckpt" / "step_000020"
+        self.env = {"BONSAI_DATA": str(folder / "sets"), "BONSAI_OUT": str(folder / "out"),
+                    "WANDB_MODE": "disabled"}
+        shutil.copytree(CLONE, folder, ignore=shutil.ignore_patterns(
+            ".*", "__pycache__", "out", "tests", "bench", "docs", "*.bin", "*.egg-info"))
+        words = random.Random(0).choices("the of and to in that it was his her".split(), k=4000)
+        (folder / "my.txt").write_text(" ".join(words))
+        (folder / "prompts.txt").write_text("\n".join(PROMPTS))
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROCESSES)
-def test_the_scripts_of_an_edited_clone_agree(name, helper, clone):
-    """It trains, goes on, is measured, and sample.py writes what a plain loop over it writes."""
-    def run(command: str) -> str:
-        out = clone / "said"
-        env = {"BONSAI_DATA": str(clone / "sets"), "BONSAI_OUT": str(clone / "out"),
-               "WANDB_MODE": "disabled"}
-        done = helper.do(argv=command.split(), cwd=str(clone), env=env, out=str(out))
+    def run(self, command: str) -> str:
+        """Run a script, which must succeed -> what it printed."""
+        out = self.folder / "said"
+        done = self.helper.do(argv=command.split(), cwd=str(self.folder), env=self.env,
+                              out=str(out))
         stderr = Path(f"{out}.stderr").read_text()
         assert done["code"] == 0, done.get("error", "") + stderr[-2000:]
         return Path(f"{out}.stdout").read_text()
 
-    (clone / "model.py").write_text(edited(name), encoding="utf-8")
-    shutil.rmtree(clone / "out", ignore_errors=True)
-    run(f"{TRAIN} --max_iters=10")
-    run(f"{TRAIN} --max_iters=20 --init_from=resume")
-    folder = clone / "out" / "run" / "ckpt" / "step_000020"
-    state = json.loads((folder / "state.json").read_text())
-    told = json.loads(run("-m kit.evaluate out/run --step=20 --json"))
-    assert told["step"] == 20 and state["best_step"] in (10, 20)
-    assert told["loss"] == pytest.approx(state["val_loss"], rel=0.2)  # of a few batches
-    for way, kind in WAYS.items():
-        said = run(f"sample.py --out_dir={folder} --prompts_file={clone / 'prompts.txt'} "
-                   f"--temperature=0 --max_new_tokens=40 {way}")
-        texts = [json.loads(line) for line in said.splitlines()]
-        done = helper.do(checkpoint=str(folder), clone=str(clone), kind=kind,
-                         texts=[[text["prompt"], text["text"]] for text in texts])
+    def train(self, name: str) -> None:
+        """Edit model.py and train 10 updates and then another 10."""
+        (self.folder / "model.py").write_text(edited(name), encoding="utf-8")
+        shutil.rmtree(self.folder / "out", ignore_errors=True)
+        command = f"{TRAIN} {PROCESSES.get(name, '')}"
+        self.run(f"{command} --max_iters=10")
+        self.run(f"{command} --max_iters=20 --init_from=resume")
+
+    def compare(self, kind: str, texts: list[str]) -> None:
+        """Compare what was written after each of PROMPTS with a plain loop over the checkpoint."""
+        done = self.helper.do(checkpoint=str(self.checkpoint), clone=str(self.folder), kind=kind,
+                              texts=list(zip(PROMPTS, texts, strict=True)))
         assert "error" not in done, done["error"]
-        assert not done["failed"], f"{way}: {done['failed']}"
+        assert not done["failed"], f"weights in {kind}: {done['failed']}"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, helper) -> Clone:
+    return Clone(tmp_path_factory.mktemp("edits") / "clone", helper)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [
+    *PROCESSES, pytest.param("a_buffer_that_training_changes", marks=pytest.mark.xfail(
+        strict=True, reason="checkpoints hold parameters, no buffers"))])
+def test_the_scripts_of_an_edited_clone_agree(name, clone):
+    """It trains, goes on, is measured, and sample.py writes what a plain loop over it writes."""
+    clone.train(name)
+    loss = json.loads((clone.checkpoint / "state.json").read_text())["val_loss"]
+    told = json.loads(clone.run("-m kit.evaluate out/run --step=20 --json"))
+    assert told["loss"] == pytest.approx(loss, rel=1e-4)
+    for way, kind in WAYS.items():
+        said = clone.run(f"sample.py --out_dir={clone.checkpoint} --temperature=0 {way} "
+                         "--prompts_file=prompts.txt --max_new_tokens=40")
+        clone.compare(kind, [json.loads(line)["text"] for line in said.splitlines()])
+
+
+@pytest.mark.slow
+def test_the_server_of_an_edited_clone_agrees(clone):
+    clone.train("grouped_queries")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "extras.serve", f"--out_dir={clone.checkpoint}", "--port=0",
+         "--quantize=int8"], cwd=clone.folder, env=os.environ | clone.env, text=True,
+        stderr=subprocess.PIPE)
+    try:
+        said = []
+        while not (url := re.search(r"http://[\d.:]+/v1", "".join(said))):
+            said.append(server.stderr.readline())
+            assert said[-1], said
+        request = Request(f"{url[0]}/completions", headers={"Content-Type": "application/json"},
+                          data=json.dumps({"prompt": PROMPTS, "temperature": 0,
+                                           "max_tokens": 40}).encode())
+        with urlopen(request, timeout=60) as answer:
+            clone.compare("int8", [c["text"] for c in json.load(answer)["choices"]])
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)

@@ -16,6 +16,7 @@ import traceback
 import zlib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot  # noqa: F401
@@ -37,14 +38,17 @@ TIE = 1e-3  # two logits that are closer than this may change places
 def compare(edited: str, same: bool, kinds: list[str]) -> dict[str, Any]:
     """Write with the edited model in every way and compare with a plain loop over it.
 
-    kinds: of weights. Returns for each kind what is wrong, and what the model said of itself.
+    kinds: of weights. Returns for each kind what is wrong, and what was said of the model.
     """
     sys.path[:0] = [edited, str(CLONE)]
     import model
 
     assert Path(model.__file__).parent == Path(edited)
-    from kit.kernels import fast
+    from kit.errors import UserError
+    from kit.kernels import native
+    from kit.placing import place
 
+    native.library()  # compiled now, if it is not yet
     torch.manual_seed(0)
     prompts = [torch.randint(SHAPE["vocab_size"], (n,)).tolist() for n in LENGTHS]
     failed, said = {}, {}
@@ -55,7 +59,11 @@ def compare(edited: str, same: bool, kinds: list[str]) -> dict[str, Any]:
             wrong += [look_at_difference(model, same), other_logits(model, prompts[0])]
             wrong += [f"a dull text: {ids}" for ids, _ in plain if len(set(ids)) < 4]
         quick = build(model)
-        said[kind] = fast(quick, kind)
+        try:
+            said[kind] = place(quick, torch.device("cpu"), settings_for(kind), print)
+        except UserError as e:
+            said[kind], failed[kind] = str(e), [f"refused: {e}"]
+            continue
         for way, write in ("steps", by_steps), ("engine", by_engine):
             try:
                 texts = write(quick, prompts)
@@ -66,6 +74,13 @@ def compare(edited: str, same: bool, kinds: list[str]) -> dict[str, Any]:
                 first_difference(ids, *wanted) for ids, wanted in zip(texts, plain, strict=True))]
         failed[kind] = [text for text in wrong if text]
     return {"failed": failed, "said": said}
+
+
+def settings_for(kind: str) -> SimpleNamespace:
+    """The settings of sample.py that ask for a kind of weights."""
+    quantize = kind if kind.startswith("int") else "none"
+    dtype = "auto" if quantize != "none" else kind
+    return SimpleNamespace(dtype=dtype, quantize=quantize, kernels="auto", compile="auto")
 
 
 def build(model: Any, kind: str = "float32") -> torch.nn.Module:

@@ -215,7 +215,7 @@ class Edit:
     make: Callable[[Model], None]
     same: bool  # whether the model computes what it did before
     refused: str  # what is said of it, where it is refused
-    broken: dict[str, str]  # kind of weights, or "any" -> what does not hold yet
+    broken: dict[str, str]  # "any" weights, or those in "few" bits -> what does not hold yet
 
 
 EDITS: dict[str, Edit] = {}
@@ -243,6 +243,7 @@ FORWARD = "GPT.forward gives other logits than GPT.logits(GPT.hidden(...))"  # a
 
 # what does not hold yet
 ROUNDED = "native code also rounds activations and keys, of any model that it can compute"
+ROWS = "rows of different lengths have positions (B, T) and a mask, which the edit overlooks"
 CACHE = "the keys and values of a KVCache are not all that this model has to remember"
 
 ADDED = "_x + self._f(self._n(_y), *_r)"  # a branch of a block and the stream it is added to
@@ -252,7 +253,7 @@ GELU = "F.gelu(_h, *_a, **_k)"
 UP = "nn.Linear(_i, 4 * _c, **_k)"
 
 
-@edit(int8=ROUNDED, int4=ROUNDED, bfloat16=ROUNDED)
+@edit(few=ROUNDED)
 def wider_mlp(m: Model) -> None:
     m.replace(m.mlp, "4 * _c", "6 * _c", 2)
 
@@ -362,6 +363,36 @@ def rotary_in_place_of_positions(m: Model) -> None:
     m.replace(m.gpt, EMBEDDED, "self._t(_i)", 1)
 
 
+@edit(any=ROWS)
+def rotary_from_a_table(m: Model) -> None:  # which is indexed as if all rows were alike
+    q, k, _, _, pos, *_ = m.heads()
+    m.construct(m.attention, """
+half = config.n_embd // config.n_head // 2
+angle = torch.arange(config.block_size)[:, None] * 100.0 ** (-torch.arange(half) / half)
+self.register_buffer("cos", angle.cos(), persistent=False)
+self.register_buffer("sin", angle.sin(), persistent=False)
+""")
+    m.before_classes("""
+def rotate(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+""")
+    table = f"self.cos[{pos}], self.sin[{pos}]"
+    m.before_storing(f"{q}, {k} = rotate({q}, {table}), rotate({k}, {table})")
+
+
+@edit(same=True, any=ROWS)
+def attention_with_a_mask_by_hand(m: Model) -> None:  # for as many keys in each row
+    m.before_classes("""
+def by_hand(q, k, v):
+    w = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    T, S = w.shape[-2:]
+    past = torch.ones(T, S, dtype=torch.bool, device=w.device).tril(S - T)
+    return w.masked_fill(~past, -torch.inf).softmax(dim=-1) @ v
+""")
+    m.replace(m.attention, SDPA, "by_hand(_q, _k, _v)", 1)
+
+
 DISTANCE = """
 def distance(self, pos, S):
     return (pos[..., None] - torch.arange(S, device=pos.device)).view(-1, 1, pos.size(-1), S)
@@ -421,7 +452,7 @@ def one_key_for_all_queries(m: Model) -> None:
     share_keys(m, 1)
 
 
-@edit(int8=ROUNDED, int4=ROUNDED)
+@edit(few=ROUNDED)
 def limit_of_the_logits(m: Model) -> None:
     logits = method(m.gpt, "logits")
     m.replace(logits, "return _x", "return 5 * torch.tanh(_x / 5)", 1)
@@ -460,7 +491,7 @@ def by_hand(q, k, v, mask, p, is_causal):
 """
 
 
-@edit(same=True, int8=ROUNDED, int4=ROUNDED)
+@edit(same=True, few=ROUNDED)
 def attention_by_hand(m: Model) -> None:
     m.before_classes(BY_HAND.replace("WEIGHTS", "w"))
     m.replace(m.attention, "F.scaled_dot_product_attention(*_a, **_k)", "by_hand(*_a, **_k)", 1)
@@ -611,7 +642,7 @@ def a_head_with_a_bias(m: Model) -> None:
     m.replace(m.gpt, "self._a.weight = self._b.weight", "pass", 1)
 
 
-@edit(int8=ROUNDED, int4=ROUNDED)
+@edit(few=ROUNDED)
 def a_field_with_a_default(m: Model) -> None:
     m.field("logit_scale: float = 0.5")
     m.replace(method(m.gpt, "logits"), "return _x", "return _x * self.config.logit_scale", 1)
@@ -640,7 +671,7 @@ def other_names_and_another_activation(m: Model) -> None:
     relu_squared(m)
 
 
-@edit(same=True, int8=ROUNDED, int4=ROUNDED)
+@edit(same=True, few=ROUNDED)
 def no_dropout(m: Model) -> None:
     m.replace(m.tree, "F.dropout(_x, *_a)", "_x", 3)
 
@@ -651,7 +682,7 @@ def normed_weights(m: Model) -> None:
     m.replace(m.mlp, GELU, "F.silu(_h)", 1)
 
 
-@edit(same=True, int8=ROUNDED, int4=ROUNDED)
+@edit(same=True, few=ROUNDED)
 def weights_read_by_code(m: Model) -> None:
     m.replace(m.mlp, "F.gelu(self._f(_x), *_a, **_k)",
               "F.gelu(F.linear(_x, self._f.weight, self._f.bias), *_a, **_k)", 1)
@@ -733,8 +764,9 @@ def cases() -> Iterator[Any]:
         for name, e in EDITS.items():
             for kind in kinds:
                 marks = [pytest.mark.slow] if kinds is KINDS[1] else []
-                if why := e.broken.get(kind, e.broken.get("any", "")):
-                    marks.append(pytest.mark.xfail(strict=True, reason=why))
+                why = e.broken.get("any", "" if kind == "float32" else e.broken.get("few", ""))
+                if why:  # of texts written after rounding some are the same all the same
+                    marks.append(pytest.mark.xfail(strict=why != ROUNDED, reason=why))
                 yield pytest.param(name, kind, id=f"{name}-{kind}", marks=marks)
 
 

@@ -118,7 +118,7 @@ def look_at_difference(model: Any, same: bool) -> str:
 
 
 @torch.inference_mode()
-def plain_texts(gpt: torch.nn.Module, prompts: list[list[int]]
+def plain_texts(gpt: torch.nn.Module, prompts: list[list[int]], new_tokens: int = NEW
                 ) -> list[tuple[list[int], list[float]]]:
     """The likeliest token again and again, each text with the gap between its two likeliest.
 
@@ -126,7 +126,7 @@ def plain_texts(gpt: torch.nn.Module, prompts: list[list[int]]
     """
     size = gpt.config.block_size
     windows, texts = [prompt[-size:] for prompt in prompts], [([], []) for _ in prompts]
-    for _ in range(NEW):
+    for _ in range(new_tokens):
         longest = max(map(len, windows))
         logits = gpt(torch.tensor([w + [0] * (longest - len(w)) for w in windows])).float()
         for row, (window, (new, gaps)) in enumerate(zip(windows, texts, strict=True)):
@@ -217,9 +217,9 @@ def compare_with_plain(checkpoint: str, clone: str, kind: str, texts: list[tuple
         from kit.kernels.leaves import round_linears
         round_linears(gpt, kind)
     tokenizer = from_json(json.loads((folder / "tokenizer.json").read_text()))
-    plain = plain_texts(gpt, [tokenizer.encode(prompt) for prompt, _ in texts])
-    failed = [first_difference(tokenizer.encode(text), *wanted)
-              for (_, text), wanted in zip(texts, plain, strict=True)]
+    written = [tokenizer.encode(text) for _, text in texts]
+    plain = plain_texts(gpt, [tokenizer.encode(prompt) for prompt, _ in texts], len(written[0]))
+    failed = [first_difference(ids, *wanted) for ids, wanted in zip(written, plain, strict=True)]
     return {"failed": [text for text in failed if text]}
 
 

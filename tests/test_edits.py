@@ -833,6 +833,7 @@ class Clone:
 
     def compare(self, kind: str, texts: list[str]) -> None:
         """Compare what was written after each of PROMPTS with a plain loop over the checkpoint."""
+        assert all(len(text) == 40 for text in texts)  # a character is a token
         done = self.helper.do(checkpoint=str(self.checkpoint), clone=str(self.folder), kind=kind,
                               texts=list(zip(PROMPTS, texts, strict=True)))
         assert "error" not in done, done["error"]

@@ -7,8 +7,9 @@ import torch
 
 from kit.device import DTYPES, fast_dtype, name_of
 from kit.errors import UserError
-from kit.kernels import fast, native
+from kit.kernels import fast, native, takes_native_steps
 from kit.kernels.leaves import round_linears
+from kit.recompute import second_exit, settle
 from model import GPT
 
 
@@ -23,38 +24,28 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
 
     Returns what that is. loss: that of the model as it is, to tell what rounding costs.
     """
-    refuse_second_exit(model)
     if device.type != "cpu" or s.dtype == "float16":
         if s.quantize != "none" or s.compile is True:
             raise UserError(f"quantize={s.quantize}, compile={s.compile}: for --device=cpu, "
                             f"not {device.type}, and without --dtype=float16")
         model.to(device, fast_dtype(device) if s.dtype == "auto" else DTYPES[s.dtype]).eval()
-        return name_of(next(model.parameters()).dtype)
+        return name_of(next(model.parameters()).dtype) + settle(model)
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     asked = s.quantize if s.quantize != "none" else s.dtype
     auto = kernels_of(s) == "auto"
     weights = asked if asked != "auto" else "bfloat16" if large and auto else "float32"
-    if s.quantize == "none" and auto and not large and native.build_aside():
-        return plain(model, weights)  # 3 s to compile: for the next text
     before = loss() if s.quantize != "none" else None
-    if auto:
-        how = fast(model, weights, asked=asked != "auto")
+    if not auto or s.quantize == "none" and not large and native.build_aside():
+        how = plain(model, weights)  # where it is built aside, 3 s: for the next text
     else:
-        how = plain(model, weights)
+        how = fast(model, weights, asked=asked != "auto", exact=not large,
+                   unlike=second_exit(model))
+    if not takes_native_steps(model):
+        how += settle(model)
     if before and (after := loss()):
         note(f"{s.quantize}: loss {after:.4f} on a part of the validation split, in float32 "
              f"{before:.4f}: {100 * (after / before - 1):+.2f} %")
     return how
-
-
-@torch.inference_mode()
-def refuse_second_exit(model: GPT) -> None:
-    """UserError where forward gives other logits than what writes: a change that text lacks."""
-    idx = torch.arange(min(3, model.config.block_size))[None] % model.config.vocab_size
-    a, b = model.eval()(idx), model.logits(model.hidden(idx))
-    if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
-        raise UserError("model.py: GPT.forward gives other logits than GPT.logits(GPT.hidden(...)),"
-                        " which write the text; make the change in GPT.logits or GPT.hidden")
 
 
 def plain(model: GPT, weights: str) -> str:

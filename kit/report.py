@@ -16,6 +16,7 @@ from kit.distributed import Ranks, say
 from kit.files import write_json
 from kit.kernels import Kernels
 from kit.metrics import Log, Progress, draw_loss
+from kit.recompute import settle
 from kit.runs import Run
 from kit.sampling import start_ids, write_text
 from model import GPT
@@ -116,6 +117,7 @@ class Report:
 
     def sample(self, model: GPT) -> str:
         """What the model writes by itself, or answers to a held-out sample."""
+        settle(model.eval())
         data, start, end = self.data, start_ids(self.data.tokenizer), None
         if data.kind == "instruct":
             start, end = data.val.prompt(0), data.separator

@@ -27,7 +27,8 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "checkpoint": {"files", "settings"},
     "loading": {"checkpoint", "files", "positions", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
-    "kernels": {"device"}, "lookup": {"kernels", "window"}, "placing": {"device", "kernels"},
+    "kernels": {"device"}, "lookup": {"kernels", "window"},
+    "placing": {"device", "kernels", "recompute"}, "recompute": {"device", "window"},
     "importing": {"checkpoint", "finding", "gpt2"}, "hf_weights": {"gpt2", "importing", "loading"},
     "hf": {"checkpoint", "files", "finding", "hf_export", "hf_tokenizer", "hf_weights",
            "importing"},
@@ -39,8 +40,8 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "session": {"device", "sampling", "window", "writing"}, "sampling": {"topk", "window"},
     "runs": {"checkpoint", "device", "distributed", "files", "finding", "kernels", "loading",
              "settings"},
-    "report": {"checkpoint", "device", "distributed", "files", "kernels", "metrics", "runs",
-               "sampling"},
+    "report": {"checkpoint", "device", "distributed", "files", "kernels", "metrics", "recompute",
+               "runs", "sampling"},
 }
 # parts of kit/ that are commands: they may import data
 COMMANDS = {"evaluate", "hf", "hf_check", "hf_export", "hf_tokenizer", "hf_weights", "importing",

@@ -141,6 +141,11 @@ class LibraryLinear(nn.Module):
             self.scale = torch.cat([scale, torch.zeros_like(scale)], -1).transpose(0, 1)
             self.scale = self.scale.contiguous()  # (groups, out, scale and the zero at 8)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weights (out, in) that it stands for, in fp32; for code that reads them itself."""
+        return (self(torch.eye(self.in_features)) - (0 if self.bias is None else self.bias)).T
+
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "float32":
             return F.linear(x, self.w, self.bias)

@@ -21,7 +21,8 @@ from kit.kernels.leaves import (
 from model import GPT, KVCache
 
 
-def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: bool = True) -> str:
+def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: bool = True,
+         exact: bool = False, unlike: str = "") -> str:
     """Change a model on the CPU, in place, for quick decoding -> a line that says what was done.
 
     weights: one of native.KINDS. Activations stay in fp32, except for what enters a product of 16
@@ -30,22 +31,25 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: boo
     compiled: False uses PyTorch's kernels, as where there is no compiler.
     asked: whether somebody named these weights; if not, a model that native.cpp does not compute
     is left as it is.
+    exact: round the weights alone, not what meets them: a third slower for a large model, and
+    nothing for a small one, which is not bound by memory.
+    unlike: why it is known beforehand that native.cpp does not compute this model.
     """
     if any(isinstance(m, NativeLinear | LibraryLinear) for m in model.modules()) \
             or any(p.device.type != "cpu" for p in model.parameters()):
         raise ValueError("expected a GPT on the CPU that is not fast yet")
     code, why = native.library() if compiled else (None, "")
     model.eval().float().requires_grad_(False)
-    unlike = step.difference(model) if code else ""
+    unlike = unlike or (step.difference(model) if code else "")
     if unlike and not asked:
         return own_way("float32", unlike)
     linears = replace_linears(model, lambda linear: NativeLinear(linear, weights, code) if code
                               else LibraryLinear(linear, weights))
     if code and not unlike:
-        undo = step.install(model, weights, code)
+        undo = step.install(model, "float32" if exact else weights, code)
         if unlike := step.disagreement(model):
             undo()
-        else:
+        elif not exact:
             step.hurry(model)
     if unlike and not asked:
         for parent, name, linear in linears:
@@ -58,6 +62,11 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: boo
     weights = "float16" if weights == "bfloat16" and not code else weights
     how = "native code" if code else "PyTorch's kernels" + (f", as {why}" if why else "")
     return f"weights in {weights}, {how}"
+
+
+def takes_native_steps(model: GPT) -> bool:
+    """Whether `fast` found that native.cpp computes this model."""
+    return isinstance(model.hidden, step.Step)
 
 
 def refuse(*args: Any, **options: Any) -> None:

@@ -71,7 +71,8 @@ def expected_leaves(model: GPT) -> dict[str, tuple]:
 def install(model: GPT, weights: str, code: Any) -> Callable[[], None]:
     """Let a model whose Linears are NativeLinear take its steps in native code.
 
-    Returns what undoes it. The cache is in fp32, bf16 or 8-bit integers as the weights are. Nothing
+    Returns what undoes it. weights: what embeddings and cache are held as, in fp32, bf16 or 8-bit
+    integers. Nothing
     but weights and cache is rounded before `hurry`.
     """
     wte, few = model.wte, model.lm_head.few

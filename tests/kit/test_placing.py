@@ -1,14 +1,17 @@
 """kit/placing.py: a model in the precision that was asked for, by whatever kernels there are."""
 
+import copy
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from kit.errors import UserError
 from kit.kernels import native
 from kit.kernels.leaves import NativeLinear, round_linears
 from kit.placing import place
+from kit.recompute import settle
+from kit.window import steps
 from model import GPT
 
 CPU = torch.device("cpu")
@@ -34,11 +37,51 @@ class Scaled(GPT):
         return 2 * super().hidden(idx, cache)
 
 
+class Mixing(GPT):
+    """Each token's embedding is added to that of the one before it, which no cache knows."""
+
+    def layers(self, idx, cache=None):
+        for x in super().layers(idx, cache):
+            yield x + F.pad(x, (0, 0, 1, -1))
+
+
+class Forgetful(GPT):
+    def hidden(self, idx, cache=None):
+        return super().hidden(idx)
+
+
+class Raising(GPT):
+    def hidden(self, idx, cache=None):
+        assert cache is None, "no caches here"
+        return super().hidden(idx)
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_change_in_forward_that_text_would_lack_is_one_line(tiny, kernels):
-    with pytest.raises(UserError, match="make the change in GPT.logits") as error:
-        place(Softcap(tiny().config), CPU, Settings(kernels=kernels), pytest.fail)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("kind", [Softcap, Mixing, Forgetful, Raising])
+def test_what_a_cache_cannot_follow_writes_each_token_from_the_whole_text(tiny, kernels, kind):
+    torch.manual_seed(0)
+    model = kind(tiny().config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)
+    plain = copy.deepcopy(model).eval()
+    said = place(model, CPU, Settings(kernels=kernels), pytest.fail)
+    assert ", each token from the whole text, which is slower: " in said and "\n" not in said
+    lengths, idx = torch.tensor([1, 5, 3]), torch.randint(11, (3, 5))
+    rows = list(steps(model, idx, 20, lambda logits: logits.argmax(-1), lengths=lengths))
+    for row, n in enumerate(lengths.tolist()):
+        seen = idx[row, :n].tolist()
+        for ids in rows:
+            with torch.no_grad():
+                assert int(plain(torch.tensor([seen]))[0, -1].argmax()) == int(ids[row])
+            seen = [*seen, int(ids[row])]
+            seen = seen[-4:] if len(seen) > 8 else seen
+
+
+def test_a_model_that_is_as_it_was_is_left_alone(tiny):
+    for options in (dict(), dict(attn_logn="learned"), dict(block_size=1), dict(block_size=2)):
+        model = tiny(**options)
+        assert settle(model) == "" and not {"hidden", "logits", "layers"} & vars(model).keys()
 
 
 @pytest.mark.parametrize("compile, kernels", [(False, "auto"), ("auto", "torch"), (False, "torch")])

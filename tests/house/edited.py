@@ -29,7 +29,7 @@ import torch.nn.utils.parametrizations
 import tqdm  # noqa: F401
 import tyro  # noqa: F401
 
-CLONE = Path(__file__).parent.parent
+CLONE = Path(__file__).parent.parent.parent
 SHAPE = {"vocab_size": 61, "block_size": 36, "n_layer": 2, "n_head": 4, "n_embd": 32}
 LENGTHS, NEW = (12, 34, 47), 28  # of the prompts, the last of which is longer than the context
 TIE = 1e-3  # two logits that are closer than this may change places
@@ -188,10 +188,12 @@ def by_engine(gpt: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]
 @torch.inference_mode()
 def other_logits(model: Any, prompt: list[int]) -> str:
     """Where what is written is drawn from other logits than those of model(idx); "" if nowhere."""
+    from kit.recompute import settle
     from kit.window import Window
 
     gpt = build(model)
     wanted = gpt(torch.tensor([prompt]))[0, -1]
+    settle(gpt)
     logits = gpt.logits(Window(gpt, torch.tensor([prompt])).x)[0]
     apart = float((logits - wanted).abs().max())
     return "" if apart < 1e-3 else f"logits that are drawn from differ from model(idx) by {apart}"

@@ -1,0 +1,90 @@
+"""Writing with a model whose cache, or whose way out, is not that of its forward pass.
+
+People edit model.py, and not every edit can go on from keys and values: one that mixes neighbouring
+tokens, or forgets the cache, writes other text with it than without. So a model is tried before it
+writes; what fails reads each text again for every token, by its forward alone.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from kit.device import device_of
+from kit.window import Window
+from model import GPT, KVCache
+
+CLOSE = 1e-3  # of the deviation of the logits
+WORK = 2e9  # multiplications, about, that a trial of the whole context may take
+
+
+@torch.inference_mode()
+def second_exit(model: GPT) -> str:
+    """Whether forward gives other logits than GPT.logits of GPT.hidden, in words; "" if not."""
+    idx = torch.arange(min(3, model.config.block_size), device=device_of(model))[None]
+    idx = idx % model.config.vocab_size
+    a, b = model.eval()(idx), model.logits(model.hidden(idx))
+    alike = a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return "" if alike else "GPT.forward gives other logits than GPT.logits"
+
+
+@torch.inference_mode()
+def astray(model: GPT) -> str:
+    """What makes texts that go on with a cache others than forward's, in words; "" if nothing.
+
+    Rows of different lengths, the longest nearly a whole context unless that takes long, go on by
+    two tokens with a cache; their logits are compared with those of forward.
+    """
+    if why := second_exit(model):
+        return why
+    size, device = model.config.block_size, device_of(model)
+    if size * model.num_params() > WORK:
+        size = min(size, 48)
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([min(n, max(1, size - 2)) for n in (1, 4, size)], device=device)
+    longest = int(lengths.max())
+    idx = torch.randint(model.config.vocab_size, (3, longest + 2), generator=random).to(device)
+    try:
+        window = Window(model, idx[:, :longest], lengths)
+        for new in range(min(2, model.config.block_size - longest)):
+            got = model.logits(window.append(idx[:, longest + new, None])[:, -1])
+            for row, n in zip(range(3), lengths.tolist(), strict=True):
+                seen = torch.cat([idx[row, :n], idx[row, longest : longest + new + 1]])
+                wanted = model(seen[None])[0, -1]
+                if (got[row] - wanted).abs().max() > CLOSE * wanted.std().clamp(min=1e-5):
+                    return "with its cache it gives other logits than without"
+    except Exception as e:  # whatever an edited model may raise
+        return "with its cache " + " ".join(f"{type(e).__name__}: {e}".split())[:100]
+    return ""
+
+
+def recompute(model: GPT) -> None:
+    """Let a model write by its forward alone; the cache that it is given holds the tokens."""
+    plain = copy.copy(model)  # the same modules, without what is set below or was set before
+    for name in ("hidden", "logits", "layers", "new_cache"):
+        vars(plain).pop(name, None)
+
+    def hidden(idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        if cache is None:
+            return plain(idx)
+        T, starts = idx.size(1), [cache.pos] * len(idx)
+        if isinstance(cache.pos, Tensor):
+            starts = cache.pos.tolist()
+        tokens = idx[:, None, :, None]
+        held = cache.append(0, tokens, tokens)[0][:, 0, :, 0]  # (B, S)
+        cache.advance(T)
+        return torch.cat([plain(row[None, : n + T])[:, -T:]
+                          for row, n in zip(held, starts, strict=True)])
+
+    model.hidden, model.logits = hidden, lambda x: x
+    model.layers = lambda idx, cache=None: iter([hidden(idx, cache)])
+    model.new_cache = lambda batch_size=1, length=None: KVCache(
+        1, batch_size, length or model.config.block_size, device_of(model))
+
+
+def settle(model: GPT) -> str:
+    """Make a model write what its forward says, whatever that takes; what it takes, in words."""
+    if why := astray(model):
+        recompute(model)
+        return f", each token from the whole text, which is slower: {why}"
+    return ""

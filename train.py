@@ -387,7 +387,7 @@ class Trainer:
         """Copy all that a checkpoint holds and write it in the background."""
         with self.progress.timed("saving"):
             self.writer.wait()  # one copy at a time
-            weights = self.ranks.snapshot(dict(self.model.named_parameters()))
+            weights = self.ranks.snapshot(loading.tensors_of(self.model))
             state_of = optimizer.state_tensors(self.optimizers, self.model)
             moments = self.ranks.snapshot(state_of)
             self.saved = (self.progress.step, self.progress.finished)

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from kit.checkpoint import WEIGHTS, check
 from kit.errors import UserError
@@ -58,10 +59,20 @@ def load_config(folder: Path) -> GPTConfig:
         raise UserError(f"{path}: {e}") from None
 
 
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: parameters, each once, and the numbers in its buffers.
+
+    A model.py as it comes has no buffers; one that is edited may have some that training changes.
+    """
+    kept = set(model.state_dict())  # not those with persistent=False
+    return dict(model.named_parameters()) | {
+        name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
+
+
 def shapes_of_model(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of the GPT that model.py makes of it, from one without memory."""
+    """The shape of each tensor of the GPT that model.py makes of it, from one without memory."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+        return {name: tuple(t.shape) for name, t in tensors_of(GPT(config)).items()}
 
 
 def refuse_lie(config: GPTConfig, path: Path) -> None:
@@ -95,20 +106,21 @@ def load_weights(model: GPT, path: Path, extend: str | None = None, crop: bool =
 
     crop, extend: the model may have fewer positions, or more, made as `extend` says.
     """
-    parameters, theirs = dict(model.named_parameters()), shapes_of(path)
-    ours, resized = {n: tuple(p.shape) for n, p in parameters.items()}, set()
+    mine, theirs, resized = tensors_of(model), shapes_of(path), set()
     for name in positional(model.config) & theirs.keys() if crop or extend else ():
-        held, size = theirs[name], ours[name]
-        if held[1:] == size[1:] and (crop and held[0] > size[0] or extend and held[0] < size[0]):
+        held, size = theirs[name], tuple(mine[name].shape)
+        if not isinstance(mine[name], nn.Parameter):  # a table, as its constructor makes it
+            del mine[name], theirs[name]
+        elif held[1:] == size[1:] and (crop and held[0] > size[0] or extend and held[0] < size[0]):
             theirs[name] = size
             resized.add(name)
-    refuse_difference(theirs, ours, path)
+    refuse_difference(theirs, {n: tuple(t.shape) for n, t in mine.items()}, path)
     tensors = load_tensors(path)
     for name in resized:
-        tensors[name] = resize(tensors[name].float(), len(parameters[name]), extend)
+        tensors[name] = resize(tensors[name].float(), len(mine[name]), extend)
     with torch.no_grad():
-        for name, p in parameters.items():
-            p.copy_(tensors[name])
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
 
 
 def load_model(folder: Path) -> tuple[GPT, dict[str, Any], dict[str, Any]]:

@@ -211,7 +211,7 @@ def compare_with_plain(checkpoint: str, clone: str, kind: str, texts: list[tuple
     fields = {key: config[key] for key in config.keys() - {"format", "seal"}}
     gpt = model.GPT(model.GPTConfig(**fields)).eval().requires_grad_(False)
     weights = safetensors.torch.load_file(folder / "model.safetensors")
-    named = dict(gpt.named_parameters())
+    named = dict(gpt.named_parameters()) | dict(gpt.named_buffers())
     assert named.keys() == weights.keys()
     for name, p in named.items():
         p.copy_(weights[name])

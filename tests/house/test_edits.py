@@ -832,8 +832,7 @@ def clone(tmp_path_factory, helper) -> Clone:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    *PROCESSES, pytest.param("a_buffer_that_training_changes", marks=pytest.mark.xfail(
-        strict=True, reason="checkpoints hold parameters, no buffers"))])
+    *PROCESSES, "a_buffer_that_training_changes"])
 def test_the_scripts_of_an_edited_clone_agree(name, clone):
     """It trains, goes on, is measured, and sample.py writes what a plain loop over it writes."""
     clone.train(name)

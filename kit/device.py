@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from kit.errors import UserError
-from model import GPT
+from model import GPT, GPTConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAYS = 1.4  # bf16 is chosen where its products are so many times as fast as those in fp32
@@ -150,6 +151,26 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device | str = "cpu", n: in
 def device_of(model: nn.Module) -> torch.device:
     """Where the parameters of a model are."""
     return next(model.parameters()).device
+
+
+class Undrawn(TorchFunctionMode):
+    """Inside, tensors are not filled with random numbers, which takes time for nothing.
+
+    Weights that are read next are overwritten; and on the meta device, where there is nothing to
+    fill, PyTorch takes a second to say so: it imports its compiler.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def without_memory(config: GPTConfig) -> GPT:
+    """The GPT of a configuration on the meta device, for its names, modules and shapes."""
+    with Undrawn(), torch.device("meta"):
+        return GPT(config)
 
 
 def flops_per_token(model: GPT) -> int:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kit.checkpoint import WEIGHTS, check
+from kit.device import Undrawn, without_memory
 from kit.errors import UserError
 from kit.files import read_json, size_of
 from kit.positions import resize
@@ -71,8 +72,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def shapes_of_model(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of the GPT that model.py makes of it, from one without memory."""
-    with torch.device("meta"):
-        return {name: tuple(t.shape) for name, t in tensors_of(GPT(config)).items()}
+    return {name: tuple(t.shape) for name, t in tensors_of(without_memory(config)).items()}
 
 
 def refuse_lie(config: GPTConfig, path: Path) -> None:
@@ -128,6 +128,7 @@ def load_model(folder: Path) -> tuple[GPT, dict[str, Any], dict[str, Any]]:
     state = check(folder, WEIGHTS)
     config, path = load_config(folder), folder / "model.safetensors"
     refuse_lie(config, path)
-    model = GPT(config)
+    with Undrawn():  # what would be drawn is overwritten; of 124 M numbers that takes 0.7 s
+        model = GPT(config)
     load_weights(model, path)
     return model, read_json(folder / "tokenizer.json"), state

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kit.device import device_of
+from kit.device import device_of, without_memory
 from kit.errors import UserError
 from kit.sharding import blocks_of, gathered, like, local
 from model import GPT, GPTConfig
@@ -41,8 +41,7 @@ def called(name: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
 def check_names(config: GPTConfig, names: str) -> None:
     """UserError for a name that `freeze` would not find; a model of any size takes no memory."""
     if names:
-        with torch.device("meta"):
-            freeze(GPT(config), names)
+        freeze(without_memory(config), names)
 
 
 def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:
@@ -147,6 +146,9 @@ def build_optimizers(model: GPT, s: Any,
                                momentum=s.muon_momentum))
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
+    covered = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    trained = {p for p in model.parameters() if p.requires_grad}
+    assert len(covered) == len(trained) and {*covered} == trained  # each in exactly one group
     return optimizers
 
 

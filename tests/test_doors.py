@@ -25,7 +25,7 @@ KIT_DOORS = {  # part of kit/ -> the parts that it is built from, beside errors
     "evaluate": {"checkpoint", "device", "distributed", "finding", "kernels", "loading"},
     "distributed": {"rendezvous", "sharding"},
     "checkpoint": {"files", "settings"},
-    "loading": {"checkpoint", "files", "positions", "settings"},
+    "loading": {"checkpoint", "device", "files", "positions", "settings"},
     "finding": {"checkpoint", "files", "loading", "settings"}, "mishaps": {"checkpoint"},
     "kernels": {"device"}, "lookup": {"kernels", "window"},
     "placing": {"device", "kernels", "recompute"}, "recompute": {"device", "window"},

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -399,3 +400,14 @@ def test_the_real_compiler_computes_the_same(tiny):
     before = model(idx, idx)[0].item()
     assert compiling(model, True) == "on"
     assert model(idx, idx)[0].item() == pytest.approx(before, rel=1e-5)
+
+
+def test_a_model_without_memory_is_made_without_the_compiler():
+    """Drawing on the meta device would import it: a second before each text."""
+    code = ("import sys\nfrom kit.device import without_memory\nfrom model import GPTConfig\n"
+            "model = without_memory(GPTConfig(n_layer=3))\n"
+            "assert all(p.is_meta for p in model.parameters())\n"
+            "assert 'torch._dynamo' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent.parent,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

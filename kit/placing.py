@@ -7,9 +7,9 @@ import torch
 
 from kit.device import DTYPES, fast_dtype, name_of
 from kit.errors import UserError
-from kit.kernels import fast, native, takes_native_steps
+from kit.kernels import fast, native
 from kit.kernels.leaves import round_linears
-from kit.recompute import second_exit, settle
+from kit.recompute import astray, settle
 from model import GPT
 
 
@@ -35,13 +35,12 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
     auto = kernels_of(s) == "auto"
     weights = asked if asked != "auto" else "bfloat16" if large and auto else "float32"
     before = loss() if s.quantize != "none" else None
+    why = astray(model)
     if not auto or s.quantize == "none" and not large and native.build_aside():
         how = plain(model, weights)  # where it is built aside, 3 s: for the next text
     else:
-        how = fast(model, weights, asked=asked != "auto", exact=not large,
-                   unlike=second_exit(model))
-    if not takes_native_steps(model):
-        how += settle(model)
+        how = fast(model, weights, asked=asked != "auto", exact=not large, unlike=why)
+    how += settle(model, why)
     if before and (after := loss()):
         note(f"{s.quantize}: loss {after:.4f} on a part of the validation split, in float32 "
              f"{before:.4f}: {100 * (after / before - 1):+.2f} %")

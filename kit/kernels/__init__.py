@@ -9,6 +9,6 @@ speed                what a script calls: makes a model fast, and says what it d
 
 from kit.kernels.leaves import FEW
 from kit.kernels.operators import Kernels, install, wanted
-from kit.kernels.speed import fast, takes_native_steps
+from kit.kernels.speed import fast
 
-__all__ = ["FEW", "Kernels", "fast", "install", "takes_native_steps", "wanted"]
+__all__ = ["FEW", "Kernels", "fast", "install", "wanted"]

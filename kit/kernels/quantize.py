@@ -1,6 +1,6 @@
 """Weights as integers of 8 or 4 bits, a scale for each 32 of a row: round to nearest, no data.
 
-The layout is what kit/products.h multiplies: tiles of 16 rows, in them groups of 32 columns, in
+The layout is what products.h multiplies: tiles of 16 rows, in them groups of 32 columns, in
 them the 16 rows with four columns side by side. Two of 4 bits share a byte.
 """
 

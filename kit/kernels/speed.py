@@ -64,11 +64,6 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: boo
     return f"weights in {weights}, {how}"
 
 
-def takes_native_steps(model: GPT) -> bool:
-    """Whether `fast` found that native.cpp computes this model."""
-    return isinstance(model.hidden, step.Step)
-
-
 def refuse(*args: Any, **options: Any) -> None:
     raise RuntimeError("a fast model cannot be moved, converted, saved or loaded any more")
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from kit.kernels import native
 from kit.kernels.leaves import NativeLinear, round_linears
 from kit.placing import place
-from kit.recompute import settle
+from kit.recompute import astray, settle
 from kit.window import steps
 from model import GPT
 
@@ -45,6 +46,23 @@ class Mixing(GPT):
             yield x + F.pad(x, (0, 0, 1, -1))
 
 
+class HalfWindow(GPT):
+    """A window of attention that only prompts and training know: steps see all."""
+
+    def __init__(self, config, init_std=0.02):
+        super().__init__(config, init_std)
+        for block in self.h:
+            block.attn.forward = partial(in_window, block.attn, block.attn.forward)
+
+
+def in_window(attn, forward, x, pos, mask, store):
+    T = x.size(1)
+    if T == 1:
+        return forward(x, pos, mask, store)
+    near = torch.ones(T, T, dtype=torch.bool).tril().triu(-2)
+    return forward(x, pos, near if mask is None else mask, store)
+
+
 class Forgetful(GPT):
     def hidden(self, idx, cache=None):
         return super().hidden(idx)
@@ -57,7 +75,7 @@ class Raising(GPT):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("kind", [Softcap, Mixing, Forgetful, Raising])
+@pytest.mark.parametrize("kind", [Softcap, Mixing, HalfWindow, Forgetful, Raising])
 def test_what_a_cache_cannot_follow_writes_each_token_from_the_whole_text(tiny, kernels, kind):
     torch.manual_seed(0)
     model = kind(tiny().config)
@@ -76,6 +94,15 @@ def test_what_a_cache_cannot_follow_writes_each_token_from_the_whole_text(tiny, 
                 assert int(plain(torch.tensor([seen]))[0, -1].argmax()) == int(ids[row])
             seen = [*seen, int(ids[row])]
             seen = seen[-4:] if len(seen) > 8 else seen
+
+
+@pytest.mark.parametrize("kind", [Softcap, Mixing, HalfWindow, Forgetful, Raising])
+def test_a_large_model_is_judged_by_a_narrow_one(tiny, kind, monkeypatch):
+    for c in (GPT, kind):
+        model, before = c(tiny(block_size=40, n_layer=3).config), torch.get_rng_state()
+        monkeypatch.setattr(model, "num_params", lambda: 10**9)
+        assert bool(astray(model)) == (c is kind)
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_that_is_as_it_was_is_left_alone(tiny):

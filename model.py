@@ -235,8 +235,7 @@ class GPT(nn.Module):
         x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)
         total = torch.zeros((), device=x.device)
         for some, wanted in zip(x.split(self.CHUNK), targets.split(self.CHUNK), strict=True):
-            total = total + checkpoint(self.loss_of, some, wanted, use_reentrant=False,
-                                       preserve_rng_state=False)
+            total = total + checkpoint(self.loss_of, some, wanted, use_reentrant=False)
         return total, (targets >= 0).sum()
 
     def loss_of(self, x: Tensor, targets: Tensor) -> Tensor:

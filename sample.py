@@ -64,7 +64,7 @@ class SampleSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: 16 bits if that pays
     quantize: Literal["none", "int8", "int4"] = "none"  # fewer bits for the weights, on the CPU
     kernels: Literal["auto", "torch"] = "auto"  # torch: none of our own on the CPU, PyTorch's alone
-    compile: Literal["auto"] | bool = "auto"  # False: the same as --kernels=torch
+    compile: Literal["auto"] | bool = "auto"  # False: as --kernels=torch; True: as auto
     debug: bool = False  # show tracebacks of mistakes
 
     def check(self) -> None:
@@ -132,7 +132,7 @@ def sample(s: SampleSettings, device: torch.device) -> None:
 
 
 def prepare_model(s: SampleSettings, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """The model that is meant, where it shall run and as it shall run, with its tokenizer."""
+    """The model that is meant, on its device and in its precision, with its tokenizer."""
     folder = find_checkpoint(find_run(s.out_dir), s.step)
     model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)

@@ -311,9 +311,9 @@ class Trainer:
             n_targets = ranks.total(n_targets).clamp(min=1)  # of the whole update
             total = torch.zeros((), device=self.device)
             for i, (x, y) in enumerate(batches):
-                if s.dropout:  # a function of seed, step and micro-step: no state to save
-                    micro = i * ranks.world + ranks.rank
-                    torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
+                # dropout is a function of seed, step and micro-step: no state to save
+                micro = i * ranks.world + ranks.rank
+                torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
                 with ranks.piece(self.replica, last=i == len(batches) - 1):
                     with self.autocast():
                         loss_sum, _ = self.replica(x, y)

@@ -50,7 +50,7 @@ class ServeSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: 16 bits if that pays
     quantize: Literal["none", "int8", "int4"] = "none"  # fewer bits for the weights, on the CPU
     kernels: Literal["auto", "torch"] = "auto"  # torch: none of our own on the CPU, PyTorch's alone
-    compile: Literal["auto"] | bool = "auto"  # False: the same as --kernels=torch
+    compile: Literal["auto"] | bool = "auto"  # False: as --kernels=torch; True: as auto
     debug: bool = False  # show tracebacks of mistakes
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def open_model(s: ServeSettings, device: torch.device) -> tuple[GPT, Tokenizer, str]:
-    """The model that is meant, as it shall run, its tokenizer, and the name of its run."""
+    """The model that is meant, in its precision, its tokenizer, and the name of its run."""
     folder = find_checkpoint(find_run(s.out_dir), s.step)
     model, tokenizer_json, state = load_model(folder)
     tokenizer = from_json(tokenizer_json)

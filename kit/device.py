@@ -163,7 +163,10 @@ class Undrawn(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
-            return args[0] if args else kwargs["tensor"]
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.ndim < 2:  # what looks at it sees numbers
+                tensor.detach().zero_()
+            return tensor
         return func(*args, **kwargs)
 
 

@@ -196,8 +196,8 @@ class Ranks:
     def place(self, model: GPT, device: torch.device, parallel: str) -> nn.Module:
         """Give every rank rank 0's weights, bring them to the device; what to call for a loss."""
         if self.world > 1:
-            for p in model.parameters():
-                dist.broadcast(p.data, 0)
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.data, 0)
         if parallel == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh  # slow to import
             from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

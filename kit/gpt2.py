@@ -116,7 +116,7 @@ def trials(config: GPTConfig) -> Iterator[tuple[GPTConfig, float, int]]:
     small = replace(config, n_head=n_head, n_embd=n_head * min(config.n_embd // config.n_head, 8),
                     n_layer=min(config.n_layer, 64), block_size=min(config.block_size, 1024),
                     vocab_size=min(config.vocab_size, 257))
-    yield small, SMALL, min(small.block_size, 64)
+    yield small, SMALL, small.block_size
     yield replace(small, n_layer=min(small.n_layer, 2)), LARGE, small.block_size
 
 

@@ -41,7 +41,11 @@ def called(name: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
 def check_names(config: GPTConfig, names: str) -> None:
     """UserError for a name that `freeze` would not find; a model of any size takes no memory."""
     if names:
-        freeze(without_memory(config), names)
+        try:
+            model = without_memory(config)
+        except RuntimeError:  # an edited model that needs some; `freeze` will say it later
+            return
+        freeze(model, names)
 
 
 def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:
@@ -65,8 +69,8 @@ def depth_factors(model: GPT, decay: float) -> dict[nn.Parameter, float]:
     """
     blocks = blocks_of(model)
     depth = {p: i for i, block in enumerate(blocks, 1) for p in block.parameters()}
-    for table in (m for m in model.children() if isinstance(m, nn.Embedding)):
-        depth |= dict.fromkeys(table.parameters(), 0)
+    for table in (m for m in model.modules() if isinstance(m, nn.Embedding)):
+        depth = dict.fromkeys(table.parameters(), 0) | depth  # those of no block
     top = len(blocks) + 1
     return {p: decay ** (top - depth.get(p, top)) for p in model.parameters()}
 
@@ -126,6 +130,9 @@ def build_optimizers(model: GPT, s: Any,
     Every group remembers its `peak_lr`. muon_dtype: of Muon's iterations; None: fp32.
     """
     hidden, embeddings, vectors = split_parameters(model)
+    if s.optimizer == "muon" and not blocks_of(model):
+        raise UserError("optimizer=muon: trains the matrices of layers, and this model.py has no "
+                        "nn.ModuleList of layers; take adamw")
     factors = depth_factors(model, s.layer_lr_decay)
 
     def groups(params: list[nn.Parameter], lr: float, **options: Any) -> list[dict[str, Any]]:

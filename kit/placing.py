@@ -15,6 +15,8 @@ from model import GPT
 
 def kernels_of(s: Any) -> str:
     """The setting `kernels`; compile=False, as it was once called, means torch."""
+    if s.compile is True and s.kernels == "torch":
+        raise UserError("compile=True and kernels=torch: give one of them")
     return "torch" if s.compile is False else s.kernels
 
 
@@ -24,18 +26,18 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
 
     Returns what that is. loss: that of the model as it is, to tell what rounding costs.
     """
+    why = astray(model)  # in fp32, as it was loaded: 16 bits would differ by their rounding
     if device.type != "cpu" or s.dtype == "float16":
         if s.quantize != "none" or s.compile is True:
             raise UserError(f"quantize={s.quantize}, compile={s.compile}: for --device=cpu, "
                             f"not {device.type}, and without --dtype=float16")
         model.to(device, fast_dtype(device) if s.dtype == "auto" else DTYPES[s.dtype]).eval()
-        return name_of(next(model.parameters()).dtype) + settle(model)
+        return name_of(next(model.parameters()).dtype) + settle(model, why)
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     asked = s.quantize if s.quantize != "none" else s.dtype
     auto = kernels_of(s) == "auto"
     weights = asked if asked != "auto" else "bfloat16" if large and auto else "float32"
     before = loss() if s.quantize != "none" else None
-    why = astray(model)
     if not auto or s.quantize == "none" and not large and native.build_aside():
         how = plain(model, weights)  # where it is built aside, 3 s: for the next text
     else:

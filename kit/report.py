@@ -67,12 +67,13 @@ class Report:
 
     def kernels_lost(self, own: Kernels) -> list[dict[str, Any]]:
         """What the run had before and has not any more, with the steps; a new loss is said."""
-        lost, known = [n for n in own.wanted if n not in own.names], self.before.get("kernels_lost")
-        if not lost or "kernels" not in self.before:
-            return known or []
+        known = self.before.get("kernels_lost") or []
+        lost = [n for n in self.before.get("kernels", ()) if n in own.wanted and n not in own.names]
+        if not lost:
+            return known
         say(f"note: {', '.join(lost)}: kernels that the run had are not to be had now; it goes on "
             "with PyTorch's, and the last bits will differ")
-        return [*(known or []), {"step": self.progress.step, "kernels": lost}]
+        return [*known, {"step": self.progress.step, "kernels": lost}]
 
     def begin(self) -> None:
         """Write config.json and open the log and wandb."""

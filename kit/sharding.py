@@ -4,8 +4,10 @@ from torch import Tensor, nn
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: what its lists of modules hold, in order."""
-    return [m for child in model.children() if isinstance(child, nn.ModuleList) for m in child]
+    """The layers of a model: what its lists of modules hold, in order, wherever it keeps them."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    inside = {m for some in lists for block in some for m in block.modules()}
+    return [block for some in lists if some not in inside for block in some]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -362,6 +362,23 @@ def test_an_edited_exit_is_that_of_loss_and_text():
     assert model.generate(idx[:, :3], 1, temperature=0)[:, 3].equal(likeliest)
 
 
+class Dropped(GPT):
+    def logits(self, x):
+        return super().logits(F.dropout(x, 0.5, self.training))
+
+
+def test_dropout_in_the_exit_has_one_mask_for_value_and_gradient():
+    torch.manual_seed(0)
+    model = Dropped(make().config).train()
+    x, y = torch.randn(40, 32, requires_grad=True), torch.randint(61, (40,))
+    torch.manual_seed(1)
+    loss, _ = model.loss(x, y)
+    got = torch.autograd.grad(loss, x)[0]
+    torch.manual_seed(1)
+    want = torch.autograd.grad(model.loss_of(x, y), x)[0]
+    torch.testing.assert_close(got, want)
+
+
 # ----------------------------------------------------------------------------------- generate
 
 

@@ -1,4 +1,4 @@
-"""Door: speed on a CPU. Delete this folder and everything is written by model.py in PyTorch.
+"""Speed on a CPU. All that is computed here model.py computes too, in plain PyTorch and slower.
 
 native, *.h, *.cpp   C++ that is compiled for this machine when it is first needed
 quantize, leaves     nn.Linear with its weights in 16, 8 or 4 bits

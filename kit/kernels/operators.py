@@ -1,4 +1,4 @@
-"""Kernels of ours under PyTorch's own operators, for training on a CPU in 16 bits, and one loss.
+"""Kernels under PyTorch's own operators, for training on a CPU in 16 bits, and a loss.
 
 They serve any model and are written in PyTorch's operators, so autograd knows them. What a kernel
 does not expect (another device or dtype, a compiler at work) goes to PyTorch's own.
@@ -208,8 +208,11 @@ def take_loss(model: GPT) -> bool:
     for size in (1.0, 30.0):
         x = (size * torch.randn(16, head.in_features, generator=random)).to(device)
         targets = torch.randint(-1, head.out_features, (16,), generator=random).to(device)
-        own, ours = (value_and_gradients(loss, x, targets, trained)
-                     for loss in (model.loss, partial(chunked_loss, model)))
+        try:
+            own, ours = (value_and_gradients(loss, x, targets, trained)
+                         for loss in (model.loss, partial(chunked_loss, model)))
+        except Exception:  # an edited exit may want other states than the head does
+            return False
         if not all(close(a, b) for a, b in zip(own, ours, strict=True)):
             return False
     model.loss = partial(chunked_loss, model)

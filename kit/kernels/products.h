@@ -33,7 +33,7 @@ typedef float ForBF16;
 // ------------------------------------------------------------------------------- activations
 
 // Tokens on their way into a product: (groups, rows, 32), as its weights want them. A token is one
-// row or, where it shall be exact, two: the rounded numbers, and what is left of them.
+// row or, where it must be exact, two: the rounded numbers, and what is left of them.
 struct Input {
     std::vector<float> f, scale;
     std::vector<uint16_t> h;

@@ -30,8 +30,9 @@ def difference(model: GPT) -> str:
     try:
         expected = expected_leaves(model)
         handed = model.config.gelu, model.config.attn_logn, model.h[0].attn.log_base
-    except (AttributeError, IndexError, KeyError) as e:
-        return f"{type(e).__name__}: {e}"
+        cache = model.new_cache(1, 1)
+    except Exception as e:  # whatever is not there any more
+        return " ".join(f"{type(e).__name__}: {e}".split())[:150]
     leaves = {name: m for name, m in model.named_modules() if next(m.children(), None) is None}
     for name in sorted(leaves.keys() | expected.keys()):
         m = leaves.get(name)
@@ -44,12 +45,13 @@ def difference(model: GPT) -> str:
     there = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers())}
     there -= {f"{name}.{p}" for name, m in leaves.items() for p in m._parameters}
     if "learned" in handed:
-        there -= {f"h.{i}.attn.logn_scale" for i in range(model.config.n_layer)}
+        there -= {f"h.{i}.attn.logn_scale" for i, block in enumerate(model.h)
+                  if block.attn.logn_scale.shape == (model.config.n_head,)}
     if there:
         return f"{min(there)} is new"
     if hooked := [name for name, m in model.named_modules() if hooks_of(m)]:
         return f"{hooked[0] or 'the model'} has hooks"
-    if type(cache := model.new_cache(1, 1)) is not KVCache:
+    if type(cache) is not KVCache:
         return f"its cache is a {type(cache).__name__}"
     return ""
 
@@ -72,14 +74,14 @@ def install(model: GPT, weights: str, code: Any) -> Callable[[], None]:
     """Let a model whose Linears are NativeLinear take its steps in native code.
 
     Returns what undoes it. weights: what embeddings and cache are held as, in fp32, bf16 or 8-bit
-    integers. Nothing
-    but weights and cache is rounded before `hurry`.
+    integers. Before `hurry` nothing else is rounded.
     """
     wte, few = model.wte, model.lm_head.few
     model.lm_head.few = 2**62  # never in bf16, which would round logits
     if weights != "float32":  # only rows are looked up: half the memory
-        tied = weights == "bfloat16" and model.config.tie_embeddings
-        table = model.lm_head.w if tied else wte.weight.detach().bfloat16()
+        table = wte.weight.detach().bfloat16()
+        if weights == "bfloat16" and table.equal(model.lm_head.w):  # tied: there once
+            table = model.lm_head.w
         model.wte = nn.Embedding.from_pretrained(table)
     dtype = DTYPES[min(native.KINDS.index(weights), 2)]
     cache, c = IntCache if dtype == torch.int8 else KVCache, model.config
@@ -166,7 +168,7 @@ def both_ways(model: GPT, idx: Tensor, starts: Tensor, random: torch.Generator
 def look_up(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """KVCache.append for keys and values that are there already; ValueError if others are.
 
-    It returns those: rounded anew, one in a thousand would fall to the other side, and what a later
+    It returns those: rounded again, one in a thousand would fall to the other side, and what a later
     layer makes of that is no longer small.
     """
     at = torch.arange(len(k))[:, None], slice(None), cache.positions(k.size(2))  # (B, T, H, D)
@@ -252,6 +254,8 @@ class Step:
 
     def addresses(self, cache: KVCache) -> tuple[Any, Any]:
         """The addresses of the keys and of the values of each layer, remembered with the cache."""
+        if not len(cache.k) == len(cache.v) == len(self.layers):
+            raise ValueError(f"a cache of {len(cache.k)} layers for {len(self.layers)}")
         tensors, arrays = getattr(cache, "addresses", ((), ()))
         if not tensors or not all(map(operator.is_, tensors, cache.k + cache.v)):
             arrays = self.array(cache.k, cache), self.array(cache.v, cache)

@@ -782,3 +782,20 @@ def test_kill_9_at_any_moment_leaves_a_complete_checkpoint(tmp_path, stride):
         assert state["step"] >= before
         before = state["step"]
         assert isinstance(loading.load_model(folder)[0], GPT)
+
+
+class Stochastic(GPT):
+    """Rates by depth, as numbers of Python: such a model cannot be made without memory."""
+
+    def __init__(self, config, init_std=0.02):
+        self.rates = [x.item() for x in torch.linspace(0, 0.1, config.n_layer)]
+        super().__init__(config, init_std)
+
+
+def test_a_model_that_needs_memory_to_be_made_is_read_all_the_same(tmp_path, save, tiny,
+                                                                   monkeypatch):
+    folder = save(tmp_path, model=tiny(seed=3))
+    monkeypatch.setattr(loading, "GPT", Stochastic)
+    monkeypatch.setattr("kit.device.GPT", Stochastic)
+    model, _, _ = loading.load_model(folder)
+    assert model.wte.weight.equal(tiny(seed=3).wte.weight) and len(model.rates) == 2

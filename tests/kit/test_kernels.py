@@ -507,6 +507,31 @@ def test_native_code_refuses_a_matrix_of_another_size(name):
 
 
 @needs_code
+def test_embeddings_that_an_edit_has_untied_stay_two(monkeypatch):
+    """What config.tie_embeddings says is not what model.py does, once somebody has edited it."""
+    model = make()
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.wte.weight))
+    plain, idx = copy.deepcopy(model), tokens(2, 9)
+    fast(model, "bfloat16")
+    assert (through_cache(model, idx, [1] * 9) - plain(idx)).std() < 0.02 * plain(idx).std()
+
+
+@needs_code
+def test_one_scale_for_all_heads_is_not_handed_to_native_code():
+    model = make(attn_logn="learned")
+    for block in model.h:
+        block.attn.logn_scale = nn.Parameter(torch.full((1,), 0.3))
+    assert "logn_scale is new" in fast(model, "float32")
+
+
+@needs_code
+def test_a_cache_of_other_layers_is_refused():
+    model = quick(make(), "float32")
+    with pytest.raises(ValueError, match="1 layers for 2"):
+        model.hidden(tokens(1, 1), KVCache(1, 1, 24))
+
+
+@needs_code
 def test_the_trial_of_both_ways_leaves_no_trace():
     model, before = make(), torch.get_rng_state()
     fast(model, "int8")

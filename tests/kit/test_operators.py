@@ -239,7 +239,17 @@ class Deeper(GPT):
         self.lm_head = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, config.vocab_size))
 
 
-@pytest.mark.parametrize("kind", [Softcap, Bias, ZLoss, Deeper])
+class Factorised(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.down = nn.Linear(32, 8)
+        self.lm_head = nn.Linear(8, config.vocab_size, bias=False)
+
+    def logits(self, x):
+        return self.lm_head(self.down(x))
+
+
+@pytest.mark.parametrize("kind", [Softcap, Bias, ZLoss, Deeper, Factorised])
 def test_an_edited_loss_or_exit_keeps_the_models_own(kind):
     torch.manual_seed(0)
     model, before = kind(make().config), torch.get_rng_state()

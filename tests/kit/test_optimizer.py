@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from kit.errors import UserError
 from kit.optimizer import (
@@ -20,7 +21,8 @@ from kit.optimizer import (
     split_parameters,
     state_tensors,
 )
-from model import GPTConfig
+from kit.sharding import blocks_of
+from model import GPT, GPTConfig
 from train import TrainSettings
 
 MODELS = [dict(tie_embeddings=t, bias=b, attn_logn=a)
@@ -344,3 +346,20 @@ def test_muon_leaves_parameters_without_gradient_alone():
     a.grad = torch.eye(4)
     Muon([a, b], lr=0.1, weight_decay=0.1).step()
     assert torch.equal(b, torch.ones(4, 4)) and not torch.equal(a, torch.ones(4, 4))
+
+
+class Nested(GPT):
+    """nanoGPT's way: everything in a ModuleDict called transformer."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer = nn.ModuleDict({"h": self.h})
+        del self.h
+
+
+def test_layers_are_found_wherever_a_model_keeps_them(tiny):
+    model = Nested(tiny().config)
+    assert len(blocks_of(model)) == 2 and len(split_parameters(model)[0]) == 8
+    del model.transformer
+    with pytest.raises(UserError, match="no nn.ModuleList of layers; take adamw"):
+        build_optimizers(model, small(optimizer="muon"))

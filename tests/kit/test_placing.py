@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kit.errors import UserError
 from kit.kernels import native
 from kit.kernels.leaves import NativeLinear, round_linears
 from kit.placing import place
@@ -124,6 +125,16 @@ def test_without_own_kernels_it_is_the_plain_model_with_rounded_weights(
     idx = torch.arange(8)[None]
     assert model(idx).equal(wanted(idx)) and "hidden" not in vars(model)
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bits_alone_lead_nothing_astray(tiny, dtype):
+    assert "whole text" not in place(tiny(), CPU, Settings(dtype=dtype), pytest.fail)
+
+
+def test_compile_and_kernels_that_fight_are_refused(tiny):
+    with pytest.raises(UserError, match="compile=True and kernels=torch"):
+        place(tiny(), CPU, Settings(compile=True, kernels="torch"), pytest.fail)
 
 
 @pytest.mark.skipif(CODE is None, reason=WHY)

@@ -168,8 +168,8 @@ def both_ways(model: GPT, idx: Tensor, starts: Tensor, random: torch.Generator
 def look_up(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """KVCache.append for keys and values that are there already; ValueError if others are.
 
-    It returns those: rounded again, one in a thousand would fall to the other side, and what a later
-    layer makes of that is no longer small.
+    It returns those: rounded again, one in a thousand would fall to the other side, and what later
+    layers make of that is no longer small.
     """
     at = torch.arange(len(k))[:, None], slice(None), cache.positions(k.size(2))  # (B, T, H, D)
     held = cache.k[layer], cache.v[layer]

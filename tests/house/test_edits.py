@@ -773,8 +773,8 @@ def test_an_edited_model_writes_what_a_plain_loop_over_it_writes(name, kind, hel
 # ------------------------------------------------------------------------------------- processes
 
 PROCESSES = {  # edits -> settings of train.py that suit them
-    "rotary_in_place_of_positions": "", "swiglu_packed": "", "grouped_queries": "",
-    "experts_the_likeliest": "--optimizer=muon", "normed_weights": "",
+    "rotary_in_place_of_positions": "", "grouped_queries": "",
+    "experts_the_likeliest": "--optimizer=muon",
     "other_names_and_another_activation": "--optimizer=muon --layer_lr_decay=0.9",
     "one_block_for_all_layers": "--n_layer=12"}
 WAYS = {  # of sample.py -> the kind of weights that it means

@@ -358,8 +358,7 @@ def test_init_from_gpt2_goes_the_same_way(given, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("old, new", [
-    ("F.gelu(self.c_fc(x), approximate=self.approximate)", "F.relu(self.c_fc(x)).square()"),
-    ("4 * config.n_embd", "6 * config.n_embd")], ids=("relu squared", "wider"))
+    ("F.gelu(self.c_fc(x), approximate=self.approximate)", "F.relu(self.c_fc(x)).square()")])
 def test_an_edited_clone(given, old, new):
     folder = given.path / "clone"
     shutil.copytree(CLONE, folder, ignore=shutil.ignore_patterns(

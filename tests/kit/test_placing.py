@@ -146,3 +146,10 @@ def test_an_edited_model_is_said_once_and_holds_fewer_bits_if_asked(tiny):
     said = place(model, CPU, Settings(quantize="int8"), pytest.fail)
     assert "weights in int8, by model.py alone" in said
     assert sum(isinstance(m, NativeLinear) for m in model.modules()) == 9
+
+
+def test_a_compiled_model_is_tried_as_it_is_written(tiny, monkeypatch):
+    """At the end of a training on a GPU: compiled, forward rounds in another way."""
+    model = tiny()
+    monkeypatch.setattr(model, "_compiled_call_impl", lambda *args: pytest.fail("compiled"))
+    assert settle(model) == ""

@@ -20,19 +20,19 @@ from data import DataError
 from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
 from kit import kernels
-from kit.checkpoint import trained_with
+from kit.checkpoint import load_model
 from kit.device import choose_device
 from kit.errors import UserError, plain, run
-from kit.finding import find_checkpoint, find_run, same_tokenizer
-from kit.loading import load_model
-from kit.lookup import MOST
-from kit.metrics import Progress
-from kit.placing import kernels_of, place
-from kit.prompts import Prompt, gather, is_terminal
+from kit.inference import kernels_of, place
+from kit.progress import Progress
+from kit.run.locate import find_checkpoint, find_run, same_tokenizer
+from kit.run.store import trained_with
 from kit.sampling import start_ids
-from kit.session import Session, talk
 from kit.settings import at_least, in_range, load
-from kit.writing import write
+from kit.writing.drafts import MOST
+from kit.writing.prompts import Prompt, gather, is_terminal
+from kit.writing.rows import write
+from kit.writing.session import Session, talk
 from model import GPT
 
 

@@ -21,16 +21,18 @@ from tqdm import tqdm
 from data import DataError
 from data.dataset import Dataset
 from data.prepare import prepares_for, resolve
-from kit import checkpoint, finding, hf, kernels, loading, optimizer, runs
+from kit import checkpoint, kernels, optimizer
 from kit import device as machine
-from kit.distributed import Ranks, say
 from kit.errors import UserError, run
 from kit.evaluate import eval_batches, evaluate, evaluate_only, spell_loss
-from kit.metrics import Progress, spell_time
-from kit.mishaps import Interrupt, explained, is_spike, last_good
-from kit.report import Report
+from kit.hf import hub
+from kit.parallel.ranks import Ranks, say
+from kit.parallel.sharding import local, whole
+from kit.progress import Progress, spell_time
+from kit.run import folders, locate, store
+from kit.run.failures import Interrupt, explained, is_spike, last_good
+from kit.run.report import Report
 from kit.settings import at_least, in_range, load
-from kit.sharding import local, whole
 from model import GPT, GPTConfig
 
 
@@ -146,7 +148,7 @@ ARCHITECTURE = {"optimizer", "freeze"} | (
 
 def main(argv: list[str]) -> int:
     ranks = Ranks()
-    loaded = ranks.alike(lambda: load(TrainSettings, argv, "config/small.py", runs.settings_of))
+    loaded = ranks.alike(lambda: load(TrainSettings, argv, "config/small.py", folders.settings_of))
     s: TrainSettings = loaded.settings
     device = ranks.alike(lambda: machine.choose_device(s.device, ranks.local_rank))
     ranks.divide(s.batch_size, s.gradient_accumulation_steps)  # refuses what cannot be shared
@@ -156,11 +158,11 @@ def main(argv: list[str]) -> int:
         machine.prepare_device(device)
         if s.eval_only:
             return evaluate_only(s, source, data, device, ranks)
-        run, dtypes, wanted = runs.begin(loaded, ARCHITECTURE, data, device, ranks)
+        run, dtypes, wanted = folders.begin(loaded, ARCHITECTURE, data, device, ranks)
         with kernels.install(wanted, say) as own:
             trainer = Trainer(s, run, source, data, device, dtypes, own, ranks)
             if run.replaces and ranks.main:  # --overwrite: now that all else is known to work
-                runs.clear(run.path)
+                folders.clear(run.path)
             trainer.report.begin()
             with trainer.interrupt, explained(run.path, s, ranks.world), trainer.writer:
                 trainer.loop()
@@ -169,7 +171,7 @@ def main(argv: list[str]) -> int:
                                         device)
                 return 0
         say(f"interrupted at step {trainer.progress.step}, saved. Go on with:\n"
-            f"    {runs.command_to_go_on(loaded, run.path, ranks)}")
+            f"    {folders.command_to_go_on(loaded, run.path, ranks)}")
         return 128 + trainer.signal
 
 
@@ -178,9 +180,9 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
 
     The data is prepared if need be, its shards checked and long enough for the context.
     """
-    source, tokenizer = hf.pretrained(s.init_from, say), s.tokenizer
-    source = source or finding.find_source(s.init_from)
-    finding.adopt_architecture(s, given, source)
+    source, tokenizer = hub.pretrained(s.init_from, say), s.tokenizer
+    source = source or locate.find_source(s.init_from)
+    locate.adopt_architecture(s, given, source)
     theirs = source / "tokenizer.json" if source and tokenizer is None else None
     if theirs and prepares_for(s.dataset, theirs):
         tokenizer = str(theirs)
@@ -192,7 +194,7 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
         if data.kind == "instruct":
             say(split.report(s.block_size, s.batch_size))
     if source:
-        finding.same_tokenizer(source, data.tokenizer)
+        locate.same_tokenizer(source, data.tokenizer)
     optimizer.check_names(s.model_config(data.vocab_size), s.freeze)
     return source, data
 
@@ -200,7 +202,7 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
 class Trainer:
     """Model, optimizers, data and progress, and the loop that moves them."""
 
-    def __init__(self, s: TrainSettings, run: runs.Run, source: Path | None, data: Dataset,
+    def __init__(self, s: TrainSettings, run: folders.Run, source: Path | None, data: Dataset,
                  device: torch.device, dtypes: machine.Dtypes, own: kernels.Kernels, ranks: Ranks):
         self.s, self.path, self.data, self.device, self.ranks = s, run.path, data, device, ranks
         self.share = ranks.divide(s.batch_size, s.gradient_accumulation_steps)
@@ -208,14 +210,14 @@ class Trainer:
         self.autocast = partial(machine.autocast, device, dtypes.products)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtypes.products == torch.float16)
         self.progress, self.interrupt, self.signal = Progress(), Interrupt(), 0
-        self.writer = checkpoint.Writer()
+        self.writer = store.Writer()
         self.ahead: tuple[int, list] = (-1, [])  # the next update's first row and batches
         self.saved: tuple[int, bool] | None = None  # step and finished of the newest checkpoint
         torch.manual_seed(s.seed)
         self.model = GPT(s.model_config(data.vocab_size), s.init_std)
         if run.resume or source:
             folder = run.resume[0] if run.resume else source  # of a run, only rank 0 has it
-            ranks.once(lambda: loading.load_weights(
+            ranks.once(lambda: checkpoint.load_weights(
                 self.model, folder / "model.safetensors", s.extend_positions, crop=not run.resume))
         ranks.alike(lambda: optimizer.freeze(self.model, s.freeze))
         own.take_loss(self.model)
@@ -242,7 +244,7 @@ class Trainer:
         if over:  # it is to go on all the same
             p.worse = 0
         p.finished = p.last_eval == p.step and self.is_finished()
-        tensors = loading.load_tensors(folder / "optimizer.safetensors") if folder else {}
+        tensors = checkpoint.load_tensors(folder / "optimizer.safetensors") if folder else {}
         optimizer.load_state(self.optimizers, self.model, self.ranks.spread(tensors))
         if state.get("scaler"):  # not where the run had another dtype
             self.scaler.load_state_dict(state["scaler"])
@@ -387,7 +389,7 @@ class Trainer:
         """Copy all that a checkpoint holds and write it in the background."""
         with self.progress.timed("saving"):
             self.writer.wait()  # one copy at a time
-            weights = self.ranks.snapshot(loading.tensors_of(self.model))
+            weights = self.ranks.snapshot(checkpoint.tensors_of(self.model))
             state_of = optimizer.state_tensors(self.optimizers, self.model)
             moments = self.ranks.snapshot(state_of)
             self.saved = (self.progress.step, self.progress.finished)
@@ -398,9 +400,9 @@ class Trainer:
                      "run": self.report.about}
 
             def write() -> None:
-                checkpoint.save(self.path, self.model.config, weights, moments,
+                store.save(self.path, self.model.config, weights, moments,
                                 self.data.tokenizer.to_json(), state, self.s.keep)
-                finding.remember(self.path)
+                locate.remember(self.path)
 
             self.writer.start(write)
 

@@ -1,4 +1,4 @@
-"""What does lookup decoding (kit/lookup.py) gain, and what does it cost? On the CPU.
+"""What does lookup decoding (kit/writing/drafts.py) gain, and what does it cost? On the CPU.
 
     python -m bench.lookup                     what a step of several tokens costs
     python -m bench.lookup --text=FILE         how well drafts guess a text, too
@@ -9,7 +9,8 @@ steps: one to 32 tokens of one row go through a GPT of GPT-2's smallest shape an
 
 text: pieces of 1,024 tokens are gone through as if a model had written their second half, with
 drafts from suffixes of several lengths. Tokens a step are exact; the speed is what the times of
-the steps in bfloat16 make of them, without the sampler. This is how kit/lookup.py got its sizes.
+the steps in bfloat16 make of them, without the sampler. The sizes in kit/writing/drafts.py are
+from here.
 
 run: tokens a second, plain and with drafts of at most 1, 3, 7 and 15 tokens, after prompts from the
 validation split (or --prompt). The text must be that of plain decoding; else it says so.
@@ -107,7 +108,7 @@ def show_steps(rounds: int) -> dict[int, float]:
 
 def replay(ids: list[int], start: int, most: int, sizes: tuple[int, ...]) -> Counter:
     """How often a step of so many tokens was taken, had a model written ids[start:]."""
-    from kit.lookup import Draft
+    from kit.writing.drafts import Draft
 
     draft, widths, i = Draft(ids[:start], most, sizes), Counter(), start
     while i < len(ids):
@@ -147,7 +148,7 @@ def show_text(path: Path, tokenizer: Any, times: dict[int, float]) -> None:
 def run_prompts(folder: Path, tokenizer: Any, args: argparse.Namespace, n: int) -> list[list[int]]:
     """Ids to go on with: --prompt, or n tokens each from the validation split of the run."""
     from data.dataset import Dataset
-    from data.sources import data_root
+    from data.making.sources import data_root
     from kit.files import read_json
 
     if args.prompt:
@@ -165,9 +166,9 @@ def run_prompts(folder: Path, tokenizer: Any, args: argparse.Namespace, n: int) 
 def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     import torch
 
-    from kit import lookup, window
     from kit.kernels import fast
     from kit.sampling import Sampler
+    from kit.writing import drafts, window
 
     prompts = run_prompts(folder, tokenizer, args, max(1, model.config.block_size // 2))
     how = fast(model, "bfloat16" if model.num_params() > 20e6 else "float32")
@@ -187,7 +188,7 @@ def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace)
         for seed, ids in enumerate(prompts):
             choose = Sampler([seed], temperature=temperature, top_k=50)
             options = dict(lookup=most) if most else {}
-            steps = lookup.steps if most else window.steps
+            steps = drafts.steps if most else window.steps
             new = steps(model, torch.tensor([ids]), args.new, choose, **options)
             texts.append(list(map(int, new)))
         return time.perf_counter() - start, texts
@@ -211,8 +212,8 @@ def show_run(folder: Path, model: Any, tokenizer: Any, args: argparse.Namespace)
 
 def main(argv: list[str]) -> None:
     from data.tokenizer import ByteTokenizer, from_json
-    from kit.finding import find_checkpoint, find_run
-    from kit.loading import load_model
+    from kit.checkpoint import load_model
+    from kit.run.locate import find_checkpoint, find_run
 
     args, model, tokenizer = parse(argv), None, ByteTokenizer()
     if args.out_dir:

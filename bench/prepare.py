@@ -64,7 +64,7 @@ def work(what: str, source: str) -> None:
         start = time.perf_counter()
         encoding.encode_ordinary_batch(texts, num_threads=int(option))
     else:
-        from data.build import prepare
+        from data.making.build import prepare
 
         start = time.perf_counter()
         prepare([source], "bench", option, say=lambda line: None)
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.work:
         return work(args.work, args.folders[0])
-    from data.build import cores
+    from data.making.build import cores
 
     variants = [f"tiktoken {n}" for n in sorted({8, cores()})] + ["prepare gpt2", "prepare byte"]
     with tempfile.TemporaryDirectory() as folder:

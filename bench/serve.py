@@ -1,4 +1,4 @@
-"""How much more does the server write for many at once than for one? `extras/serve.py`, for real.
+"""How much more does `extras.serve` write for many at once than for one?
 
     python -m bench.serve --out_dir=RUN
     python -m bench.serve --out_dir=RUN --seconds=20 --streams=8 --server="--quantize=int8"

@@ -27,9 +27,9 @@ from bench.peer import NanoGPT, check_clone
 from bench.train_report import draw, race_rows, show_race, show_speed, speed_rows
 from bench.trial import Row, Trial, TrialFailed, apart, introduce, keep, ours, tell
 from data import DataError
-from data.build import prepare
+from data.making.build import prepare
+from data.making.sources import data_root
 from data.prepare import Parser, resolve
-from data.sources import data_root
 from kit.errors import run
 
 PARTS = ("loss", "muon", "throughput", "gpu")

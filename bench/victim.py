@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from data import DataError
 from kit import device
-from kit.checkpoint import FILES, check, newest_first, pointed
 from kit.errors import UserError, run
 from kit.files import digest
+from kit.run.store import FILES, check, newest_first, pointed
 
 train = import_module("train")  # a command, here the one that is tested
 CONFIG = """

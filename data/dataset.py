@@ -8,8 +8,8 @@ import numpy as np
 
 from data import DataError, canonical_hash, read_json
 from data.instruct import Samples
+from data.making.sources import data_root
 from data.shards import Shards, Split, check_header
-from data.sources import data_root
 from data.tokenizer import Tokenizer, from_json, make_tokenizer
 
 FORMAT = 1  # of dataset.json

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from data import DataError, did_you_mean, read_json
-from data.build import prepare
-from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, TRAIN_SHARE, VAL_SHARE, Census
 from data.dataset import SPLITS
-from data.sources import KEYWORDS, data_root
+from data.making.build import prepare
+from data.making.census import MIN_VAL_BYTES, MIN_VAL_SHARE, TRAIN_SHARE, VAL_SHARE, Census
+from data.making.sources import KEYWORDS, data_root
 from data.tokenizer import identity
 
 

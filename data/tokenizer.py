@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data import DataError, canonical_hash, did_you_mean, read_json
-from data.vocabulary import GPT2_PATTERN, cut, fetch, learn
+from data.making.vocabulary import GPT2_PATTERN, cut, fetch, learn
 
 FORMAT = 1  # of the JSON
 EOT = "<|endoftext|>"

@@ -29,7 +29,7 @@ from data.dataset import Dataset
 from experiments import common
 from experiments.lab import Lab
 from experiments.training import Recipe, train, windows
-from kit.window import steps
+from kit.writing.window import steps
 from model import GPT, GPTConfig
 
 ARMS = {"reasoning": "after reasoning", "dots": "after dots", "direct": "at once",

@@ -28,7 +28,7 @@ from data.prepare import Parser
 from experiments.lab import Lab
 from kit import errors
 from kit.files import replacing, write_text
-from kit.finding import out_root
+from kit.run.locate import out_root
 from kit.settings import CLONE
 
 FORMAT = 1  # of a saved result

@@ -14,8 +14,8 @@ import numpy as np
 import regex  # comes with tiktoken
 import torch
 
-from data.bytelevel import merges
 from data.dataset import Dataset
+from data.making.bytelevel import merges
 from data.shards import Split
 from data.tokenizer import Tokenizer
 from experiments import common, training

@@ -1,247 +1,141 @@
-"""Checkpoints: complete or invisible, checked on reading, and nothing in them is ever executed.
+"""Reading a model back: its architecture and weights, which are not believed until they fit."""
 
-ckpt/step_000500/ holds model.safetensors, optimizer.safetensors, model.json (the architecture),
-tokenizer.json and state.json (where training stood, its settings, and the SHA-256 of the others).
-ckpt/best.json and ckpt/latest.json name one of the folders. What is unfinished begins with `.tmp-`.
-"""
-
-import contextlib
-import errno
-import os
 import re
-import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
 
+from kit.device import Undrawn, without_memory
 from kit.errors import UserError
-from kit.files import (
-    digest,
-    hide,
-    read_json,
-    remove,
-    replacing_folder,
-    size_of,
-    sync,
-    to_text,
-    write_json,
-    write_text,
-)
-from kit.settings import Say
-from model import GPTConfig
-
-FILES = ("model.safetensors", "optimizer.safetensors", "model.json", "tokenizer.json")
-WEIGHTS = ("model.safetensors", "model.json", "tokenizer.json")  # all that sampling needs
+from kit.files import read_json, size_of
+from kit.positions import resize
+from kit.run.store import WEIGHTS, check
+from kit.settings import fits
+from model import GPT, GPTConfig
 
 
-def save(run: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
-         optimizer: dict[str, torch.Tensor], tokenizer: dict, state: dict[str, Any],
-         keep: int) -> Path:
-    """Write ckpt/step_N of a run, N = state["step"]; all but the newest `keep` and the best go."""
-    folder = run / "ckpt"
-    folder.mkdir(exist_ok=True)
-    sync(run)
-    final = folder / f"step_{state['step']:06d}"
-    write(final, config, weights, optimizer, tokenizer, state)
-    settle(run, state, keep)
-    return final
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """On the CPU. UserError for a file that is not whole safetensors."""
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError) as e:
+        raise UserError(f"{path}: damaged: {e}") from None
 
 
-def save_weights(folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
-                 tokenizer: dict, about: dict[str, Any], overwrite: bool = True) -> None:
-    """Write a folder of weights from elsewhere: a checkpoint before any update, without a run.
+def shapes_of(path: Path, leave_out: re.Pattern | None = None) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a file, by its header alone; UserError unless of real numbers.
 
-    about: where they come from. UserError if the folder holds anything else than such weights, or
-    those without `overwrite`, also if another process puts them there meanwhile.
+    leave_out: the names of what is not looked at.
     """
-    folder = Path(os.path.abspath(folder))
-    look = partial(refuse_filled, folder, overwrite)
-    look()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    write(folder, config, weights, None, tokenizer,
-          {"step": 0, "rows": 0, "tokens": 0, "imported": about}, look)
-
-
-def refuse_filled(folder: Path, overwrite: bool) -> None:
-    """UserError unless weights may be written here: where nothing is, or over such weights."""
-    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not has_weights_alone(folder):
-        raise UserError(f"{folder} holds something else than imported weights; give another "
-                        "--out_dir")
-    if not overwrite:
-        raise UserError(f"{folder} has imported weights already; --overwrite replaces them, or "
-                        "give another --out_dir")
-
-
-def has_weights_alone(folder: Path) -> bool:
-    """Whether a folder is what `save_weights` makes, with nothing else in it, such as a run."""
+    size_of(path)
     try:
-        alone = {p.name for p in folder.iterdir()} <= {*WEIGHTS, "state.json"}
-        return alone and imported(read_json(folder / "state.json")) is not None
-    except (UserError, OSError):
-        return False
+        with safe_open(path, "pt") as f:
+            slices = {name: f.get_slice(name) for name in f.keys()
+                      if not (leave_out and leave_out.fullmatch(name))}
+            odd = {s.get_dtype() for s in slices.values()} - {"F32", "F16", "BF16", "F64"}
+            if odd:
+                raise UserError(f"{path}: holds tensors of type {min(odd)}, which no model has")
+            return {name: tuple(s.get_shape()) for name, s in slices.items()}
+    except (SafetensorError, ValueError) as e:
+        raise UserError(f"{path}: damaged: {e}") from None
 
 
-def imported(state: dict[str, Any]) -> dict[str, Any] | None:
-    """Where weights come from, as `save_weights` was told; None for those of a run."""
-    about = state.get("imported")
-    return about if isinstance(about, dict) else None
+def load_config(folder: Path) -> GPTConfig:
+    """The architecture of a checkpoint; fields that an older one lacks take their defaults."""
+    path, hints = folder / "model.json", get_type_hints(GPTConfig)
+    values = {k: v for k, v in read_json(path).items() if k not in ("format", "seal")}
+    for name, value in values.items():
+        if name not in hints:  # another version's
+            raise UserError(f"{path}: unknown field {name}")
+        if not fits(value, hints[name]) or (isinstance(value, int) and value >= 2**31):
+            raise UserError(f"{path}: {name} is {value!r:.50}")
+    try:
+        return GPTConfig(**values)
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
 
 
-def trained_with(state: dict[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
-    """Settings of the run of a checkpoint, its data set as they name it, and that one's hash."""
-    run = state.get("run")
-    run = run if isinstance(run, dict) else {}
-    settings = run.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    name, hash = settings.get("dataset"), run.get("dataset_hash")
-    return (settings, name if isinstance(name, str) else None,
-            hash if isinstance(hash, str) else None)
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: parameters, each once, and the numbers in its buffers.
 
-
-def write(final: Path, config: GPTConfig, weights: dict[str, torch.Tensor],
-          optimizer: dict[str, torch.Tensor] | None, tokenizer: dict,
-          state: dict[str, Any], look: Callable[[], None] = lambda: None) -> None:
-    """Write a checkpoint folder beside its place and put it there whole.
-
-    One is there if a run goes over the same step again, or if weights are imported anew.
+    A model.py as it comes has no buffers; one that is edited may have some that training changes.
     """
-    with replacing_folder(final, look) as aside:
-        write_json(aside / "model.json", asdict(config))
-        write_text(aside / "tokenizer.json", to_text(tokenizer))
-        write_tensors(aside / "model.safetensors", weights, like="model.json")
-        if optimizer is not None:
-            write_tensors(aside / "optimizer.safetensors", optimizer, like="model.json")
-        files = {name: digest(aside / name) for name in FILES if (aside / name).exists()}
-        write_json(aside / "state.json", {**state, "files": files})
+    kept = set(model.state_dict())  # not those with persistent=False
+    return dict(model.named_parameters()) | {
+        name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], like: str) -> None:
-    """Write safetensors, readable by whom the file `like` beside it is; OSError of the disk."""
+def shapes_of_model(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the GPT that model.py makes of it, from one without memory."""
+    return {name: tuple(t.shape) for name, t in tensors_of(without_memory(config)).items()}
+
+
+def refuse_lie(config: GPTConfig, path: Path) -> None:
+    """UserError where an architecture is not that of a file of weights: before memory is taken."""
+    theirs = shapes_of(path)
+    if config.n_layer > 1000:  # to describe a model of so many would take minutes
+        raise UserError(f"{path}: does not fit the model: {config.n_layer} layers; 1,000 are read")
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as e:  # it wraps what the system said
-        number = int((re.findall(r"os error (\d+)", str(e)) or [errno.EIO])[-1])
-        raise OSError(number, os.strerror(number), str(path)) from None
-    shutil.copymode(path.with_name(like), path)  # as the umask wants it
-    sync(path)
+        ours = shapes_of_model(config)  # what else is in the file may belong to an edited train.py
+        refuse_difference({n: shape for n, shape in theirs.items() if n in ours}, ours, path)
+    except RuntimeError as e:
+        if "overflow" in str(e):  # more numbers than 64 bits count
+            raise UserError(f"{path}: does not fit the model: {' '.join(str(e).split())[:150]}"
+                            ) from e  # else an edited model that cannot be made without memory
 
 
-def settle(run: Path, state: dict[str, Any], keep: int) -> None:
-    """What follows from a new checkpoint: two pointers, and old ones go. Done again if need be."""
-    folder = run / "ckpt"
-    for which, step in (("best", state.get("best_step") or None), ("latest", state["step"])):
-        name = f"step_{step:06d}" if isinstance(step, int) else ""
-        if name and pointed(run, which) != name and (folder / name).exists():
-            write_json(folder / f"{which}.json", {"name": name})
-    for old in newest_first(run)[keep:]:
-        if old.name != pointed(run, "best"):
-            remove(hide(old))
+def refuse_difference(theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]],
+                      path: Path) -> None:
+    """UserError unless a file has the model's names and shapes."""
+    if different := theirs.items() ^ ours.items():
+        name = min(different)[0]
+        raise UserError(f"{path}: does not fit the model: {name} is {theirs.get(name, 'absent')}, "
+                        f"the model's is {ours.get(name, 'absent')}")
 
 
-class Writer:
-    """Writes in the background, one checkpoint at a time; `with` waits for the last of them."""
-
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(1, "checkpoint")
-        self.pending: Future | None = None
-
-    def start(self, work: Callable[[], Any]) -> None:
-        """Do this as soon as what was started before is done; raises what that raised."""
-        self.wait()
-        self.pending = self.pool.submit(work)
-
-    def wait(self, block: bool = True) -> None:
-        """Until all is on the disk, or without `block` only to hear of an error by now."""
-        if self.pending and (block or self.pending.done()):
-            pending, self.pending = self.pending, None
-            pending.result()
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        with contextlib.suppress(*(() if kind is None else (Exception,))):
-            self.wait()
-
-
-def tidy(run: Path) -> None:
-    """Clear away what a killed process left; what it was about to replace comes back."""
-    for stale in [*(run / "ckpt").glob(".tmp-*"), *run.glob(".tmp-*-*")]:
-        back = stale.parent / stale.name.removeprefix(".tmp-old-")
-        with contextlib.suppress(UserError):  # not whole: it was being deleted
-            if stale.is_dir() and not back.exists() and check(stale):
-                stale.rename(back)
-        remove(stale)
-
-
-def newest_first(run: Path) -> list[Path]:
-    """The checkpoint folders of a run."""
-    found = [p for p in (run / "ckpt").glob("step_*") if re.fullmatch(r"step_\d{6,15}", p.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(folder: Path) -> int:
-    """step_000500 -> 500"""
-    return int(folder.name[5:])
-
-
-def pointed(run: Path, which: str) -> str | None:
-    """The folder name in best.json or latest.json; None where there is none or it does not fit."""
+def positional(config: GPTConfig) -> set[str]:
+    """The names of the parameters that have a row for each position: those that grow with it."""
+    longer = replace(config, block_size=config.block_size + 1)
     try:
-        name = read_json(run / "ckpt" / f"{which}.json").get("name")
-    except (UserError, OSError):
-        return None
-    return name if name in [p.name for p in newest_first(run)] else None
+        shapes, others = shapes_of_model(config), shapes_of_model(longer)
+    except RuntimeError:  # an edited model that cannot be made without memory
+        return set()
+    return {name for name, _ in shapes.items() ^ others.items()}
 
 
-def check(folder: Path, names: tuple[str, ...] = FILES) -> dict[str, Any]:
-    """Verify a checkpoint against its state.json; returns the state. UserError if damaged."""
-    if folder.is_symlink():
-        raise UserError(f"{folder}: a link; a checkpoint is a folder of plain files")
-    try:
-        state = read_json(folder / "state.json")
-        hashes = state.get("files")
-        if not isinstance(hashes, dict) or type(state.get("step")) is not int or state["step"] < 0:
-            raise UserError(f"{folder / 'state.json'}: no state of a checkpoint of ours")
-        for path in (folder / name for name in names):
-            if digest(path) != hashes.get(path.name):
-                raise UserError(f"{path}: damaged ({size_of(path):,} bytes), its hash does not fit")
-    except (FileNotFoundError, NotADirectoryError) as e:
-        raise UserError(f"{e.filename}: missing, this is not a complete checkpoint") from None
-    return state
+def load_weights(model: GPT, path: Path, extend: str | None = None, crop: bool = False) -> None:
+    """Copy a model.safetensors into a model of exactly its names and shapes.
 
-
-def examine(run: Path, warn: Say) -> list[tuple[Path, dict[str, Any]]]:
-    """All sound checkpoints of a run, the newest first, the state of that one with it.
-
-    Each damaged one is named. If a sound one is left, it is set aside as damaged_step_N, so that it
-    never counts as one again, and what points to it is written anew.
+    crop, extend: the model may have fewer positions, or more, made as `extend` says.
     """
-    sound, damaged = [], []
-    for folder in newest_first(run):
-        try:
-            state = check(folder)  # may be large
-            sound.append((folder, {} if sound else state))
-        except UserError as e:
-            damaged.append((folder, e))
-    for folder, e in damaged:
-        aside, n = folder.with_name(f"damaged_{folder.name}"), 1
-        while aside.exists() or aside.is_symlink():
-            aside, n = folder.with_name(f"damaged_{folder.name}-{n}"), n + 1
-        if sound:
-            folder.rename(aside)
-        warn(f"{e}; " + (f"set aside as {aside.name}, going on without it" if sound else "kept"))
-    for path in (run / "ckpt" / f"{which}.json" for which in ("best", "latest")):
-        if sound and os.path.lexists(path) and pointed(run, path.stem) is None:
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-            warn(f"{path}: damaged, or its checkpoint is gone; written anew")
-    return sound
+    mine, theirs, resized = tensors_of(model), shapes_of(path), set()
+    for name in positional(model.config) & theirs.keys() if crop or extend else ():
+        held, size = theirs[name], tuple(mine[name].shape)
+        if not isinstance(mine[name], nn.Parameter):  # a table, as its constructor makes it
+            del mine[name], theirs[name]
+        elif held[1:] == size[1:] and (crop and held[0] > size[0] or extend and held[0] < size[0]):
+            theirs[name] = size
+            resized.add(name)
+    refuse_difference(theirs, {n: tuple(t.shape) for n, t in mine.items()}, path)
+    tensors = load_tensors(path)
+    for name in resized:
+        tensors[name] = resize(tensors[name].float(), len(mine[name]), extend)
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+
+
+def load_model(folder: Path) -> tuple[GPT, dict[str, Any], dict[str, Any]]:
+    """A checkpoint folder -> the model on the CPU, its tokenizer as JSON, its state."""
+    state = check(folder, WEIGHTS)
+    config, path = load_config(folder), folder / "model.safetensors"
+    refuse_lie(config, path)
+    with Undrawn():  # what would be drawn is overwritten; of 124 M numbers that takes 0.7 s
+        model = GPT(config)
+    load_weights(model, path)
+    return model, read_json(folder / "tokenizer.json"), state

@@ -24,6 +24,8 @@ def plain(text: str) -> str:
 def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...]) -> None:
     """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
     script, *argv = sys.argv
+    name = Path(script).name
+    name = Path(script).parent.name if name == "__main__.py" else name
     debug = bool({"--debug", "--debug=True"} & set(argv))
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it was closed
     sys.stderr = sys.stderr or open(os.devnull, "w")
@@ -33,7 +35,7 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
 
     def complain(text: str) -> None:
         with contextlib.suppress(OSError):  # nobody may read any more
-            print(f"{Path(script).name}: {text}", file=sys.stderr)
+            print(f"{name}: {text}", file=sys.stderr)
 
     try:
         code = main([a for a in argv if a != "--debug"]) or 0

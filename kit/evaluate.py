@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kit.checkpoint import WEIGHTS, check, trained_with
+from kit.checkpoint import load_model, load_weights
 from kit.device import (
     DTYPES,
     autocast,
@@ -27,11 +27,11 @@ from kit.device import (
     name_of,
     prepare_device,
 )
-from kit.distributed import Ranks, say
 from kit.errors import UserError, plain, run
-from kit.finding import WORDS, find_checkpoint, find_run, same_tokenizer
 from kit.kernels import install, wanted
-from kit.loading import load_model, load_weights
+from kit.parallel.ranks import Ranks, say
+from kit.run.locate import WORDS, find_checkpoint, find_run, same_tokenizer
+from kit.run.store import WEIGHTS, check, trained_with
 from model import GPT
 
 Batch = tuple[np.ndarray, np.ndarray]  # x, y: int64 (B, T), y = -1 where there is no target

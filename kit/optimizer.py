@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from kit.device import device_of, without_memory
 from kit.errors import UserError
-from kit.sharding import blocks_of, gathered, like, local
+from kit.parallel.sharding import blocks_of, gathered, like, local
 from model import GPT, GPTConfig
 
 

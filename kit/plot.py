@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from kit.errors import UserError, run
 from kit.files import replacing
-from kit.finding import out_root
-from kit.metrics import read_log, running_mean, spell_time
+from kit.progress import read_log, running_mean, spell_time
+from kit.run.locate import out_root
 
 MOST = 4000  # points of a curve that are kept, an even number; a picture shows no more
 LONGEST_NAME = 36  # characters

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kit.topk import likeliest
-from kit.window import steps
+from kit.writing.window import steps
 
 WIDE = 64  # ids of a block that `draw_from_all` adds up
 MAX = torch.finfo(torch.float32).max

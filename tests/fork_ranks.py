@@ -20,8 +20,8 @@ import torch
 
 import train
 from data import DataError
-from kit import runs
 from kit.errors import run
+from kit.run import folders
 
 
 def free_port() -> int:
@@ -42,7 +42,7 @@ def rank(job: dict, number: int, port: int) -> None:
     os.dup2(fd, 2)
     sys.argv = ["train.py", *job["argv"], *(job.get("last_flags", ()) if number else ())]
     muon = torch.float32 if job.get("fp32_muon") else torch.bfloat16  # whatever is faster here
-    runs.muon_dtype = lambda *_: muon
+    folders.muon_dtype = lambda *_: muon
     if job.get("hang") and number == 1:
         real = train.Trainer.update
 

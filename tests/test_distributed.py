@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-CLONE = Path(__file__).parent.parent
+CLONE = Path(__file__).parents[1]
 CONFIG = """
 n_layer = 2
 n_head = 2

@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 
 import train
 from data import prepare
-from kit import checkpoint, finding, positions
+from kit import positions
+from kit.checkpoint import load_model
 from kit.errors import UserError
 from kit.files import read_json
-from kit.finding import find_checkpoint
-from kit.loading import load_model
+from kit.run import locate, store
+from kit.run.locate import find_checkpoint
 
 CONFIG = """
 n_layer = 2
@@ -37,8 +38,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("BONSAI_OUT", str(tmp_path / "out"))
     monkeypatch.setenv("BONSAI_DATA", str(tmp_path / "data"))
     monkeypatch.setattr("os.fsync", lambda fd: None)
-    monkeypatch.setattr("kit.report.write_text", lambda *args: "")  # other tests look at these
-    monkeypatch.setattr("kit.report.draw_loss", lambda *args: None)
+    monkeypatch.setattr("kit.run.report.write_text", lambda *args: "")  # other tests look at these
+    monkeypatch.setattr("kit.run.report.draw_loss", lambda *args: None)
     monkeypatch.setattr("kit.device.peak_flops", lambda *args: 1e11)
     text, config = tmp_path / "text.txt", tmp_path / "test.py"
     text.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
@@ -203,7 +204,7 @@ def imported(run, tmp_path) -> Path:
     """A folder of weights alone, as an import makes it."""
     folder = find_checkpoint(run("first"))
     model, tokenizer, _ = load_model(folder)
-    checkpoint.save_weights(tmp_path / "weights", model.config, dict(model.named_parameters()),
+    store.save_weights(tmp_path / "weights", model.config, dict(model.named_parameters()),
                             tokenizer, {"from": "a test"})
     return tmp_path / "weights"
 
@@ -306,8 +307,8 @@ def test_the_first_command_goes_on_also_after_another_one_did(run, monkeypatch):
 def test_another_spelling_of_the_source_is_the_same(run, tmp_path, monkeypatch):
     base = run("base", "--max_iters=2")
     monkeypatch.chdir(tmp_path)
-    assert finding.same_place(str(base), "base") and not finding.same_place(None, "base")
-    assert not finding.same_place(str(base), "elsewhere")
+    assert locate.same_place(str(base), "base") and not locate.same_place(None, "base")
+    assert not locate.same_place(str(base), "elsewhere")
 
 
 def test_a_run_whose_source_is_gone_is_shown_the_way(run, tmp_path):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-CLONE = Path(__file__).parent.parent
+CLONE = Path(__file__).parents[1]
 PAGE = (CLONE / "docs" / "FORKING.md").read_text(encoding="utf-8")
 RUN = """
 import json, os, runpy, shlex, sys
@@ -150,9 +150,9 @@ def speaks(folder: Path, *tests: str) -> set[str]:
 
 
 LORA = """
-from kit import loading, lora
+from kit import checkpoint, lora
 from kit.evaluate import main as evaluate
-from kit.finding import find_checkpoint
+from kit.run.locate import find_checkpoint
 from model import GPT
 
 base, tuned = (find_checkpoint(Path("out") / name) for name in ("base", "lora"))
@@ -194,14 +194,13 @@ def test_lora(copy):
     assert "lora/ckpt/step_000020/model.safetensors: does not fit the model" in said
     losses = [float(n) for n in re.findall(r": validation loss ([\d.]+)", said)]
     assert losses[1] < losses[0]  # it learns, too
-    assert speaks(folder, "test_doors.py::test_parts_of_kit_stand_alone")
 
 
 ACTIVATION = """
 import copy
 from kit.kernels import fast
-from kit.finding import find_checkpoint
-from kit.loading import load_model
+from kit.run.locate import find_checkpoint
+from kit.checkpoint import load_model
 
 model, _, _ = load_model(find_checkpoint(Path("out/relu2")))
 x = torch.randn(3, model.config.n_embd)
@@ -277,7 +276,8 @@ def test_a_setting_and_an_optimizer(copy):
     commands = recipes()["A setting"].commands + recipes()[name].commands
     said = run(folder, Recipe({}, [], commands), """
 import train
-from kit import checkpoint, loading
+from kit.run import store
+from kit import checkpoint
 from kit.optimizer import Lion
 
 assert checkpoint.newest_first(Path("out/enough"))[0].name == "step_000010"  # of 20

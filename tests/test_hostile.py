@@ -29,11 +29,12 @@ from data import DataError, canonical_hash, read_json
 from data.dataset import Dataset
 from data.prepare import prepare
 from data.tokenizer import from_json, make_tokenizer
-from extras import nanogpt_bin
-from kit import checkpoint, finding, loading
+from extras.weights import nanogpt_bin
+from kit import checkpoint
 from kit import files as kit_files
 from kit.errors import UserError
 from kit.errors import run as run_cli
+from kit.run import locate, store
 from kit.settings import CLONE
 
 if os.name == "nt":
@@ -147,7 +148,7 @@ def made(tmp_path_factory) -> Path:
         prepare([str(folder / "chats.jsonl")], "chats", "byte", say=lambda text: None)
         train.main([str(folder / "test.py"), f"--dataset={folder / 'set'}",
                     f"--out_dir={folder / 'run'}"])
-    assert [p.name for p in checkpoint.newest_first(folder / "run")] == ["step_000004"]
+    assert [p.name for p in store.newest_first(folder / "run")] == ["step_000004"]
     return folder
 
 
@@ -209,7 +210,7 @@ def forge(folder: Path, **changes: object) -> None:
     """Write state.json with changes, sealed, and with the hashes of what lies beside it."""
     state = json.loads((folder / "state.json").read_text())
     hashes = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()
-              if p.name in checkpoint.FILES and p.is_file()}
+              if p.name in store.FILES and p.is_file()}
     state = {k: v for k, v in (state | {"files": hashes} | changes).items() if v is not GONE}
     kit_files.write_json(folder / "state.json", state)
 
@@ -233,7 +234,7 @@ def test_the_victim_works_without_an_attack(enter, folder):
 
 
 @pytest.mark.parametrize("door", [*DOORS, pytest.param("eval", marks=slow)])
-@pytest.mark.parametrize("name", [*checkpoint.FILES, "state.json"])
+@pytest.mark.parametrize("name", [*store.FILES, "state.json"])
 def test_a_pickle_in_a_checkpoint(enter, folder, marker, name, door):
     (folder / name).write_bytes(pickle.dumps(Payload(marker)))
     if name != "state.json":
@@ -726,7 +727,7 @@ def test_a_pointer_to_elsewhere(enter, run, tmp_path, made, name):
     shutil.copytree(made / "run" / "ckpt" / "step_000004", tmp_path / "elsewhere")
     for which in ("best", "latest"):
         kit_files.write_json(run / "ckpt" / f"{which}.json", {"name": name})
-        assert checkpoint.pointed(run, which) is None
+        assert store.pointed(run, which) is None
     enter("sample").refused("best.json")
     end = enter("resume")
     assert end.code == 0 and str(tmp_path / "elsewhere") not in end.out, end
@@ -919,7 +920,7 @@ def test_a_folder_that_is_a_link(enter, run, tmp_path, part):
     assert sorted(p.name for p in (tmp_path / "elsewhere").iterdir()) == before
 
 
-@pytest.mark.parametrize("name", [*checkpoint.FILES, "state.json"])
+@pytest.mark.parametrize("name", [*store.FILES, "state.json"])
 def test_a_link_in_a_checkpoint(enter, folder, tmp_path, name):
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
@@ -982,11 +983,11 @@ def test_messages_hold_nothing_that_a_terminal_obeys():
 def test_what_a_model_writes_does_not_command_the_screen(folder, run, capfd, monkeypatch, screen):
     """To a pipe or a file go the bytes as they are."""
     ids = [27, 93, 48, 7]  # ESC ] 0 BEL
-    model, _, state = loading.load_model(folder)
+    model, _, state = checkpoint.load_model(folder)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_() if p.ndim == 2 else p.fill_(1)
-    monkeypatch.setattr("kit.window.steps", lambda *a, **k:
+    monkeypatch.setattr("kit.writing.window.steps", lambda *a, **k:
                         (row for row in torch.tensor([[i] for i in ids])))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: screen, raising=False)
     sample.main([f"--out_dir={run}", "--max_new_tokens=4", "--prompt=a"])
@@ -996,7 +997,7 @@ def test_what_a_model_writes_does_not_command_the_screen(folder, run, capfd, mon
 
 def test_the_sample_after_training_does_not_command_the_screen(enter, monkeypatch):
     """What it learned from may be somebody else's."""
-    monkeypatch.setattr("kit.report.write_text", lambda *a, **k: f"it writes {EVIL}")
+    monkeypatch.setattr("kit.run.report.write_text", lambda *a, **k: f"it writes {EVIL}")
     end = enter("data")
     assert end.code == 0 and "it writes" in end.out, end
     assert "\x1b" not in end.out and "\x9b" not in end.out, end
@@ -1054,5 +1055,5 @@ def test_real_processes(made, run, folder, tmp_path, marker, line):
 
 
 def test_the_newest_run_is_found_by_its_path(tmp_path, run):
-    finding.remember(run)
-    assert finding.find_run(None) == run
+    locate.remember(run)
+    assert locate.find_run(None) == run

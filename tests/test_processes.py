@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.extras import test_llmc as llmc
-from tests.extras import test_nanogpt_ckpt as nanogpt
+from tests.extras.weights import test_llmc as llmc
+from tests.extras.weights import test_nanogpt_ckpt as nanogpt
 
-CLONE = Path(__file__).parent.parent
+CLONE = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 HANGUPS = [name for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name)]  # not on Windows
 CONFIG = """

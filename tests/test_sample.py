@@ -12,18 +12,20 @@ import torch
 
 import sample
 from data.tokenizer import from_json
-from kit import checkpoint, loading, sampling, window
+from kit import checkpoint, sampling
 from kit.errors import UserError
 from kit.files import read_json
-from kit.finding import find_checkpoint, remember
 from kit.kernels import native
+from kit.run import store
+from kit.run.locate import find_checkpoint, remember
+from kit.writing import window
 from model import GPT, GPTConfig
 
 
 def save(path, model, tokenizer_json, state):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     path.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(path, model.config, weights, {}, tokenizer_json, state, 5)
+    store.save(path, model.config, weights, {}, tokenizer_json, state, 5)
 
 
 def make_run(path, tokenizer_json, vocab_size, *, steps=(10, 20), best=10, favourite=None,
@@ -175,7 +177,7 @@ def test_without_any_run_it_says_how_to_make_one(capfd):
 
 def test_a_model_with_broken_weights_says_so(tmp_path, byte_tokenizer, capfd):
     path = make_run(tmp_path / "nan", byte_tokenizer.to_json(), 257, steps=(1,), best=1)
-    model = GPT(loading.load_config(find_checkpoint(path)))
+    model = GPT(checkpoint.load_config(find_checkpoint(path)))
     with torch.no_grad():
         model.wte.weight.fill_(float("nan"))
     save(path, model, byte_tokenizer.to_json(),
@@ -285,7 +287,7 @@ def test_several_stops(tmp_path, byte_tokenizer, capfd):
 
 def test_lookup_changes_the_number_of_steps_and_nothing_else(tmp_path, byte_tokenizer, capfd,
                                                              monkeypatch):
-    from kit import lookup
+    from kit.writing import drafts as lookup
 
     make_run(tmp_path / "abc", byte_tokenizer.to_json(), 257, favourite=list(b"abcdef"),
              block_size=32)

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 
 import train
 from data.shards import Split
-from kit import checkpoint, evaluate, sampling
+from kit import evaluate, sampling
 from kit.errors import UserError
 from kit.errors import run as cli
-from kit.report import Report
+from kit.run import store
+from kit.run.report import Report
 
 GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
 CONFIG = """
@@ -51,7 +52,7 @@ EVERYTHING = ["--optimizer=muon", "--dropout=0.2", "--gradient_accumulation_step
 def run(tmp_path, text_file, monkeypatch):
     """run(*flags) trains on the text with the small config; returns (exit code, run folder)."""
     short = partial(sampling.write_text, max_new_tokens=9)  # of the sample at the end
-    monkeypatch.setattr("kit.report.write_text", short)
+    monkeypatch.setattr("kit.run.report.write_text", short)
     monkeypatch.setattr("kit.device.peak_flops", lambda *args: 1e11)  # a quarter of a second
     config = tmp_path / "test.py"
     config.write_text(CONFIG)
@@ -205,15 +206,15 @@ def test_early_stop_and_best_only(run, monkeypatch):
     _, path = run("--patience=2", "--eval_interval=2", "--keep=1",
                   "--always_save_checkpoint=False")
     assert log(path)[-1]["step"] == 8
-    assert checkpoint.pointed(path, "best") == "step_000004"
-    assert checkpoint.pointed(path, "latest") == "step_000008"
-    assert len(checkpoint.newest_first(path)) == 2
-    assert checkpoint.check(path / "ckpt" / "step_000008")["finished"]
+    assert store.pointed(path, "best") == "step_000004"
+    assert store.pointed(path, "latest") == "step_000008"
+    assert len(store.newest_first(path)) == 2
+    assert store.check(path / "ckpt" / "step_000008")["finished"]
 
 
 def test_a_short_run_still_saves(run):
     _, path = run("--max_iters=3", "--eval_interval=500", "--warmup_iters=1")
-    assert checkpoint.pointed(path, "latest") == "step_000003"
+    assert store.pointed(path, "latest") == "step_000003"
 
 
 @pytest.mark.parametrize("flags", [["--optimizer=muon"], ["--tie_embeddings=False"],
@@ -511,7 +512,7 @@ def test_interrupted_before_the_first_update(run, monkeypatch):
 
     monkeypatch.setattr(train.Interrupt, "__init__", interrupted)
     code, path = run(out="parts")
-    assert code == 130 and checkpoint.pointed(path, "latest") == "step_000000"
+    assert code == 130 and store.pointed(path, "latest") == "step_000000"
     monkeypatch.setattr(train.Interrupt, "__init__", init)
     run(out="parts")
     assert weights(whole) == weights(path)
@@ -599,8 +600,8 @@ def test_a_full_disk_is_a_line_and_loses_nothing(run, tmp_path, monkeypatch, cap
             f.write(json.dumps(row)[:9])
         full()
 
-    target, what = {"log": ("kit.metrics.Log.write", half), "fsync": ("os.fsync", full),
-                    "weights": ("kit.checkpoint.save_file", full),
+    target, what = {"log": ("kit.progress.Log.write", half), "fsync": ("os.fsync", full),
+                    "weights": ("kit.run.store.save_file", full),
                     "curve": ("matplotlib.figure.Figure.savefig", full)}[where]
     with monkeypatch.context() as patch:
         at_update(patch, 13, lambda trainer: patch.setattr(target, what))
@@ -608,7 +609,7 @@ def test_a_full_disk_is_a_line_and_loses_nothing(run, tmp_path, monkeypatch, cap
     good = 20 if where == "curve" else 10
     assert "No space left on device" in line
     assert f"the last good checkpoint is {path / 'ckpt' / f'step_0000{good}'}" in line
-    assert checkpoint.check(path / "ckpt" / f"step_0000{good}")
+    assert store.check(path / "ckpt" / f"step_0000{good}")
     assert not [*path.rglob(".tmp-*")]
     if where != "curve":
         mended_and_whole(run, path)
@@ -620,7 +621,7 @@ def test_a_disk_that_is_really_full_is_a_line_and_loses_nothing(run, tmp_path, m
     import resource
 
     path = tmp_path / "run"
-    monkeypatch.setattr("kit.report.draw_loss", lambda *args: None)  # it would fail first
+    monkeypatch.setattr("kit.run.report.draw_loss", lambda *args: None)  # it would fail first
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     go_on = at_update(monkeypatch, 13, lambda trainer: resource.setrlimit(
         resource.RLIMIT_FSIZE, (20_000, hard)))
@@ -669,7 +670,7 @@ def test_an_empty_folder_in_place_of_a_pointer_is_named_and_replaced(run, monkey
     (path / "ckpt" / "latest.json").mkdir()
     mended_and_whole(run, path)
     assert f"{path / 'ckpt' / 'latest.json'}: damaged" in capsys.readouterr().out
-    assert checkpoint.pointed(path, "latest") == "step_000020"
+    assert store.pointed(path, "latest") == "step_000020"
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "loss.png", "config.json", "ckpt"])
@@ -689,7 +690,7 @@ def test_a_folder_where_a_file_belongs_is_a_line(run, tmp_path, monkeypatch, cap
     if aside.exists():
         aside.rename(wrong)
     if name == "loss.png":  # all else was done
-        assert checkpoint.check(path / "ckpt" / "step_000020")["finished"]
+        assert store.check(path / "ckpt" / "step_000020")["finished"]
     else:
         mended_and_whole(run, path)
 
@@ -717,7 +718,7 @@ def test_too_little_memory_is_a_line_that_says_what_to_set(run, tmp_path, monkey
 def test_saving_is_a_snapshot_that_training_does_not_wait_for(run, tmp_path, monkeypatch):
     """A writer that begins to write only when more updates were made still writes the old state."""
     _, whole = run("--keep=9", "--optimizer=muon", "--max_iters=25", out="whole")
-    real_save, real_update = checkpoint.save, train.Trainer.update
+    real_save, real_update = store.save, train.Trainer.update
     step, late = [0], []
 
     def slow(path, config, weights, optimizer, tokenizer, state, *rest):
@@ -732,14 +733,14 @@ def test_saving_is_a_snapshot_that_training_does_not_wait_for(run, tmp_path, mon
         step[0] = row["step"]
         return row
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(store, "save", slow)
     monkeypatch.setattr(train.Trainer, "update", update)
     code, path = run("--keep=9", "--optimizer=muon", "--max_iters=25", out="slow")
     assert code == 0 and min(late[:2]) >= 3 and len(late) == 3
-    for folder in checkpoint.newest_first(whole):
-        n = checkpoint.step_of(folder)
+    for folder in store.newest_first(whole):
+        n = store.step_of(folder)
         assert weights(whole, n) == weights(path, n)
-        a, b = (checkpoint.check(p / "ckpt" / folder.name) for p in (whole, path))
+        a, b = (store.check(p / "ckpt" / folder.name) for p in (whole, path))
         moving = ("elapsed_s", "train_s", "seconds", "run", "seal")
         assert {k: v for k, v in a.items() if k not in moving} == {
             k: v for k, v in b.items() if k not in moving}
@@ -747,7 +748,7 @@ def test_saving_is_a_snapshot_that_training_does_not_wait_for(run, tmp_path, mon
 
 
 def test_a_save_that_fails_is_heard_of_before_the_next_one(run, monkeypatch):
-    monkeypatch.setattr("kit.checkpoint.save_file", full)
+    monkeypatch.setattr("kit.run.store.save_file", full)
     with pytest.raises(UserError, match="No space.*there is no checkpoint yet"):
         run("--eval_interval=2", "--max_iters=500")
     monkeypatch.undo()
@@ -874,7 +875,7 @@ def test_when_asked_it_skips_what_is_not_finite(run, monkeypatch, capsys, flag, 
     said = capsys.readouterr().out
     assert said.count(": skipped, the loss is") == 3
     assert "3 of 20 updates were skipped" in said
-    assert checkpoint.check(path / "ckpt" / "step_000020")["skipped"] == 3
+    assert store.check(path / "ckpt" / "step_000020")["skipped"] == 3
 
 
 @pytest.mark.parametrize("flag, skipped", [("--skip_spikes=10", [25]), ("--skip_spikes=0", []),
@@ -907,7 +908,7 @@ def test_a_run_that_goes_on_skips_the_same_updates(run, monkeypatch, flags):
     code, path = run(*flags)
     assert code == 0 and timeless(log(whole)) == timeless(log(path))
     assert weights(whole, 30) == weights(path, 30)
-    a, b = (checkpoint.check(p / "ckpt" / "step_000030") for p in (whole, path))
+    a, b = (store.check(p / "ckpt" / "step_000030") for p in (whole, path))
     assert (a["mean_norm"], a["skipped"]) == (b["mean_norm"], b["skipped"]) and a["skipped"] == 2
 
 
@@ -1064,7 +1065,7 @@ def test_verify_finds_what_a_sample_of_the_ids_cannot(run, tmp_path):
 
 def test_the_sample_at_the_end_answers_what_was_held_out(run, chat, monkeypatch):
     ends = []
-    monkeypatch.setattr("kit.report.write_text", lambda model, tokenizer, start, end, seed:
+    monkeypatch.setattr("kit.run.report.write_text", lambda model, tokenizer, start, end, seed:
                         ends.append((tokenizer.decode(start), end)) or "")
     run(f"--dataset={chat}", "--max_iters=1", "--warmup_iters=0", "--block_size=24", out="chat")
     run("--max_iters=1", "--warmup_iters=0")

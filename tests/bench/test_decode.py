@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import decode_rounds, decode_worker
-from bench.decode_model import GGUF_TYPES, make_model, ours, write_gguf
-from bench.decode_report import draw, keys, lines, show
-from bench.decode_rounds import SIDES, TASKS, check_out, common, missing, rates, takes
-from bench.decode_start import spans
-from bench.decode_worker import Worker, choose, measure
+from bench.decode import rounds
+from bench.decode import worker as decode_worker
+from bench.decode.model import GGUF_TYPES, make_model, ours, write_gguf
+from bench.decode.report import draw, keys, lines, show
+from bench.decode.rounds import SIDES, TASKS, check_out, common, missing, rates, takes
+from bench.decode.start import spans
+from bench.decode.worker import Worker, choose, measure
 from bench.peer import NEEDED
 from bench.trial import TrialFailed, commit
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 320, "block_size": 1024}
 NANOGPT = """
 import torch
@@ -141,7 +142,7 @@ def test_who_takes_part(monkeypatch):
                for bits in ("32", "16", "8", "4") for name in TASKS)
     assert [name for name in TASKS if takes("edited", "16", name)] == ["128", "512"]
     assert common([1, 2, 3], [1, 2, 4]) == 2 and common([1, 2], [1, 2]) == 2
-    monkeypatch.setattr(decode_rounds.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rounds.importlib.util, "find_spec", lambda name: None)
     assert missing() == {"Hugging Face": "pip install transformers",
                          "llama.cpp": "pip install llama-cpp-python gguf"}
 
@@ -189,7 +190,8 @@ def test_a_worker_that_dies_tells_its_last_words(tmp_path):
 
 
 def test_the_parent_holds_no_torch():
-    code = "import bench.decode, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = ("import bench.decode.command, sys; "
+            "assert not {'torch', 'transformers'} & set(sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], cwd=CLONE).returncode == 0
 
 
@@ -217,7 +219,7 @@ def test_the_time_of_the_first_byte_after_the_prompt():
 @pytest.mark.parametrize("bits,error", [("32", 0), ("16", 1e-3), ("8", 0.01), ("4", 0.126)])
 def test_a_gguf_file_holds_the_model(model, bits, error):
     gguf = pytest.importorskip("gguf")
-    from extras.to_gguf import gguf_name
+    from extras.weights.gguf import gguf_name
 
     tensors = {t.name: t for t in gguf.GGUFReader(write_gguf(model, bits)).tensors}
     weights = {gguf_name(name): p.detach().numpy() for name, p in ours(model).named_parameters()}
@@ -236,7 +238,7 @@ def test_llama_cpp_computes_our_logits(model, exact):
     """A prompt of two batches and single steps; its GELU is a table of fp16, its cache fp16 too."""
     llama_cpp = pytest.importorskip("llama_cpp")
     torch = pytest.importorskip("torch")
-    from bench.decode_llama import LlamaCpp
+    from bench.decode.llama import LlamaCpp
 
     write_gguf(model, "32")
     side, reference, seen = LlamaCpp(model, "32", 1), ours(model), []
@@ -260,13 +262,13 @@ def test_llama_cpp_computes_our_logits(model, exact):
 def test_all_sides_write_the_same_ids_in_rows_of_their_own(model):
     """Greedy at 32 bits: ours, transformers, llama.cpp; one row alone and three at once."""
     pytest.importorskip("transformers")
-    from bench.decode_sides import HuggingFace, Ours
+    from bench.decode.sides import HuggingFace, Ours
 
     sides = [Ours(model, "32", 1), HuggingFace(model, "32", 1)]
     try:
         import llama_cpp  # noqa: F401
 
-        from bench.decode_llama import LlamaCpp
+        from bench.decode.llama import LlamaCpp
 
         write_gguf(model, "32")
         sides.append(LlamaCpp(model, "32", 1))
@@ -297,7 +299,7 @@ def written(side: str, bits: str, model: Path, *clone: Path) -> tuple[str, list]
                                        ("4", "int4")])
 def test_the_edited_model_writes_by_its_own_forward(model, bits, kind):
     pytest.importorskip("torch")
-    from bench.decode_sides import Edited
+    from bench.decode.sides import Edited
 
     side = Edited(model, bits, 1)
     assert side.note.startswith(f"squared ReLU, weights in {kind}")
@@ -398,10 +400,10 @@ def test_the_command_runs_every_part(tmp_path):
 
 @pytest.mark.slow
 def test_other_ids_than_hugging_face_end_the_run(tmp_path, monkeypatch):
-    from bench import decode
+    from bench.decode import command as decode
 
     pytest.importorskip("transformers")
-    real = decode_rounds.Bench.ask
+    real = rounds.Bench.ask
 
     def lie(self, side, bits, task, **more):
         got = real(self, side, bits, task, **more)
@@ -409,7 +411,7 @@ def test_other_ids_than_hugging_face_end_the_run(tmp_path, monkeypatch):
             got["ids"][5] = [-1]
         return got
 
-    monkeypatch.setattr(decode_rounds.Bench, "ask", lie)
-    monkeypatch.setattr(decode_rounds, "SIDES", [("ours", "32"), ("Hugging Face", "32")])
+    monkeypatch.setattr(rounds.Bench, "ask", lie)
+    monkeypatch.setattr(rounds, "SIDES", [("ours", "32"), ("Hugging Face", "32")])
     assert decode.main(["--shape=1,1,32,64", "--parts=batch1", f"--out={tmp_path}"]) == 1
     assert not (tmp_path / "decode.jsonl").exists()

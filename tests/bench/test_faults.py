@@ -13,12 +13,12 @@ from bench import faults
 from bench.victim import Ended, Lost, ending
 from data import DataError
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 SABOTAGE = """
 import json, sys
 from bench import faults, victim
-from kit import checkpoint
+from kit.run import store
 victim.train.optimizer.load_state = lambda *args: None  # goes on with new momenta
 checkpoint.examine = lambda run, warn: [  # takes any checkpoint for a sound one
     (folder, json.loads((folder / "state.json").read_text()))

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from bench import lookup
-from bench.decode_start import make_run
+from bench.decode.start import make_run
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps():
@@ -18,7 +18,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps():
 def test_a_run_writes_the_same_with_drafts(tmp_path, capsys):
     pytest.importorskip("torch")
     from data.tokenizer import from_json
-    from kit.loading import load_model
+    from kit.checkpoint import load_model
 
     make_run(tmp_path / "run")
     [folder] = (tmp_path / "run" / "ckpt").glob("step_*")

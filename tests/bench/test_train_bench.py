@@ -17,7 +17,7 @@ from data import DataError
 from data.prepare import resolve
 from kit.evaluate import eval_batches
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 MODEL = """
 import torch
 class GPTConfig:

@@ -18,14 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, build, canonical_hash
+from data import DataError, canonical_hash
 from data import prepare as command
-from data.build import prepare
-from data.census import MIN_VAL_BYTES, MIN_VAL_SHARE, Rule, divide, place, threshold
 from data.dataset import Dataset
-from data.folder import replacing
+from data.making import build
+from data.making.build import prepare
+from data.making.census import MIN_VAL_BYTES, MIN_VAL_SHARE, Rule, divide, place, threshold
+from data.making.folder import replacing
+from data.making.sources import Piece
 from data.prepare import KNOWN, Recipe, resolve, stem
-from data.sources import Piece
 
 CLONE = Path(__file__).parents[2]
 SHAKESPEARE = CLONE.parent / "shared/data/tinyshakespeare.txt"
@@ -224,7 +225,7 @@ def test_half_a_pair_of_utf_16_is_refused_or_replaced(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    code = ("import sys, re; from data.build import prepare; prepare([sys.argv[1]], "
+    code = ("import sys, re; from data.making.build import prepare; prepare([sys.argv[1]], "
             "sys.argv[2], 'byte', say=lambda line: None); "  # ru_maxrss would have the parent's
             "print(re.search('VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])")
     peaks = []
@@ -650,7 +651,7 @@ def test_a_script_without_a_main_guard_may_prepare_where_processes_are_spawned(t
     """As on a Mac or Windows: nothing is started anew, so no guard is needed."""
     script = tmp_path / "mine.py"
     script.write_text("import multiprocessing, sys\nmultiprocessing.set_start_method('spawn')\n"
-                      "from data.build import prepare\n"
+                      "from data.making.build import prepare\n"
                       "print(prepare([sys.argv[1]], 'mine', 'bpe:270', workers=2))\n")
     done = subprocess.run([sys.executable, str(script), text], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(CLONE)}, timeout=60, check=True)
@@ -698,7 +699,7 @@ def test_a_long_text_in_pieces_gives_the_same_tokens(tmp_path, monkeypatch, gpt2
     (tmp_path / "long.txt").write_text(content, encoding="utf-8", newline="")
     whole = [prepare([str(tmp_path / "long.txt")], f"whole-{spec[:3]}", spec, say=quiet)
              for spec in ("char", "byte", "gpt2", "bpe:400")]
-    monkeypatch.setattr("data.formats.PIECE", 1000)
+    monkeypatch.setattr("data.making.formats.PIECE", 1000)
     monkeypatch.setattr(build, "JOB", 3000)
     for folder in whole:
         spec = Dataset(folder).tokenizer.spec

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError
-from data.build import prepare
 from data.dataset import Dataset
+from data.making.build import prepare
 from data.order import permute, window_starts
 from data.shards import ShardWriter, Split
 

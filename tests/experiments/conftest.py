@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from experiments import common
 from experiments.lab import Lab, tick
 from kit.errors import UserError
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=60)
 
 

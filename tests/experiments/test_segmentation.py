@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.making.vocabulary import GPT2_PATTERN
 from data.tokenizer import EOT, BPETokenizer, make_tokenizer
-from data.vocabulary import GPT2_PATTERN
 from experiments.segmentation import Segmenter, epochs, sample
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 REAL = (CLONE / "model.py").read_text(encoding="utf-8")
 TOKENIZER = make_tokenizer("bpe:600", [REAL + "naïve Äpfel, 苹果 и яблоки 🍎🍏 aaaaaaa" * 9])
 SEGMENTER = Segmenter(TOKENIZER)

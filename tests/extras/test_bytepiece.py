@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data import DataError, prepare
 from data.dataset import Dataset
-from data.sources import data_root
+from data.making.sources import data_root
 from data.tokenizer import from_json, identity, make_tokenizer
 from extras import bytepiece as ours
 

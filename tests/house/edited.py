@@ -29,7 +29,7 @@ import torch.nn.utils.parametrizations
 import tqdm  # noqa: F401
 import tyro  # noqa: F401
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 SHAPE = {"vocab_size": 61, "block_size": 36, "n_layer": 2, "n_head": 4, "n_embd": 32}
 LENGTHS, NEW = (12, 34, 47), 28  # of the prompts, the last of which is longer than the context
 TIE = 1e-3  # two logits that are closer than this may change places
@@ -45,8 +45,8 @@ def compare(edited: str, same: bool, kinds: list[str]) -> dict[str, Any]:
 
     assert Path(model.__file__).parent == Path(edited)
     from kit.errors import UserError
+    from kit.inference import place
     from kit.kernels import native
-    from kit.placing import place
 
     native.library()  # compiled now, if it is not yet
     torch.manual_seed(0)
@@ -153,8 +153,8 @@ def first_difference(ids: list[int], wanted: list[int], gaps: list[float]) -> st
 
 
 def by_steps(gpt: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    """All prompts side by side, with kit.window."""
-    from kit.window import steps
+    """All prompts side by side, with kit.writing.window."""
+    from kit.writing.window import steps
 
     lengths = torch.tensor([min(len(p), gpt.config.block_size) for p in prompts])
     idx = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
@@ -166,7 +166,7 @@ def by_steps(gpt: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
 
 def by_engine(gpt: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
     """All prompts at once, with the engine of the server."""
-    from extras.engine import Engine, Request
+    from extras.serve.engine import Engine, Request
 
     class Letters:
         def token_bytes(self, id: int) -> bytes:
@@ -188,8 +188,8 @@ def by_engine(gpt: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]
 @torch.inference_mode()
 def other_logits(model: Any, prompt: list[int]) -> str:
     """Where what is written is drawn from other logits than those of model(idx); "" if nowhere."""
-    from kit.recompute import settle
-    from kit.window import Window
+    from kit.writing.recompute import settle
+    from kit.writing.window import Window
 
     gpt = build(model)
     wanted = gpt(torch.tensor([prompt]))[0, -1]

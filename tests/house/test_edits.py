@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-CLONE = Path(__file__).parent.parent.parent
+CLONE = Path(__file__).parents[2]
 Found = dict[str, Any]  # what each `_x` of a pattern stands for
 
 # ------------------------------------------------------------------------------ patterns in Python

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit import checkpoint
+from kit.run import store
 from model import GPT, GPTConfig
 
 
@@ -46,6 +46,6 @@ def save(tiny):
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         if is_best:
             state["best_step"] = step
-        return checkpoint.save(run, model.config, weights, tensors, tokenizer, state, keep)
+        return store.save(run, model.config, weights, tensors, tokenizer, state, keep)
 
     return write

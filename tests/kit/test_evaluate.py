@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from data import DataError
-from data.build import prepare
 from data.dataset import Dataset
+from data.making.build import prepare
 from data.prepare import resolve
 from data.tokenizer import ByteTokenizer
-from kit import checkpoint
 from kit.errors import run as cli
 from kit.evaluate import (
     added_in_double,
@@ -36,7 +35,8 @@ from kit.evaluate import (
     spell_loss,
     spread,
 )
-from kit.finding import remember
+from kit.run import store
+from kit.run.locate import remember
 from model import GPT, GPTConfig
 
 CLONE = Path(__file__).parents[2]
@@ -259,10 +259,10 @@ def about(tmp_path, text_file, monkeypatch):
         quiet.setattr("builtins.print", lambda *args, **kwargs: None)
         prepare([str(chats)], "chats", "byte")
     weights = {n: p.detach() for n, p in model.named_parameters()}
-    checkpoint.save(run, model.config, weights, {}, byte, {
+    store.save(run, model.config, weights, {}, byte, {
         "step": 30, "best_step": 30,
         "run": {"settings": settings_of_run, "dataset_hash": data.hash}}, keep=2)
-    checkpoint.save_weights(tmp_path / "imported", model.config, weights, byte, {})
+    store.save_weights(tmp_path / "imported", model.config, weights, byte, {})
     remember(run)
     monkeypatch.chdir(tmp_path)
     return model
@@ -419,7 +419,7 @@ def test_ctrl_c_leaves_with_130(about, capsys, monkeypatch):
 
 def test_weights_that_are_no_numbers_have_no_loss(about, capsys, tmp_path):
     weights = {n: torch.full_like(p, math.nan) for n, p in about.named_parameters()}
-    checkpoint.save_weights(tmp_path / "nan", about.config, weights, ByteTokenizer().to_json(), {})
+    store.save_weights(tmp_path / "nan", about.config, weights, ByteTokenizer().to_json(), {})
     for more in ((), ("--json",)):
         said = refused(capsys, "nan", "--dataset=my text.txt", *more)
         assert "nan: loss nan: its weights are damaged, or overflow" in said

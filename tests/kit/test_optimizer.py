@@ -21,7 +21,7 @@ from kit.optimizer import (
     split_parameters,
     state_tensors,
 )
-from kit.sharding import blocks_of
+from kit.parallel.sharding import blocks_of
 from model import GPT, GPTConfig
 from train import TrainSettings
 

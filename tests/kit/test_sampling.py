@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer, CharTokenizer
-from kit import window
 from kit.sampling import Sampler, TextStream, start_ids
 from kit.topk import BLOCK, likeliest
+from kit.writing import window
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,107 @@
+"""What befalls a process that trains: signals, a full disk, too little memory; each in one line."""
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kit.errors import UserError, out_of_memory, spell_os_error
+from kit.run import store
+
+
+class Interrupt:
+    """Inside `with`, a signal that asks to end only sets `signal`; a second one leaves at once.
+
+    Ctrl-C and SIGTERM; SIGHUP (the terminal is gone) and SIGUSR1 (a scheduler's warning) too,
+    unless they were ignored before, as nohup does. Windows does not have these two.
+    """
+
+    signal: int | None = None
+    at = 0.0  # when it came
+
+    def __enter__(self) -> "Interrupt":
+        on_main = threading.current_thread() is threading.main_thread()  # else Python forbids it
+        others = [getattr(signal, name, None) for name in ("SIGHUP", "SIGUSR1")]
+        heeded = [n for n in others if n and signal.getsignal(n) != signal.SIG_IGN]
+        numbers = (signal.SIGINT, signal.SIGTERM, *heeded) if on_main else ()
+        self.before = {n: signal.signal(n, self.handle) for n in numbers}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, frame: Any) -> None:
+        # torchrun sends on what the terminal sent us too; that a terminal is gone may be told by
+        # its shell, by the system, and by a logout that ends all
+        repeats = ("TORCHELASTIC_RUN_ID" in os.environ
+                   or getattr(signal, "SIGHUP", None) in (number, self.signal))
+        if self.signal and not (repeats and time.monotonic() - self.at < 5):
+            os._exit(128 + number)
+        self.signal, self.at = self.signal or number, time.monotonic()
+
+
+@contextlib.contextmanager
+def explained(path: Path, settings: Any, world: int = 1) -> Iterator[None]:
+    """Turn a failing disk or memory in the block into a line that says what is left and to do."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise UserError(f"{spell_os_error(e)}; {last_good(path)}. Once this is mended, give "
+                        "the same command again") from e
+    except (MemoryError, RuntimeError) as e:
+        if out_of_memory(e):
+            less = smaller(settings, world)
+            raise UserError(f"out of memory with {less}; {last_good(path)}") from e
+        raise
+
+
+def is_spike(p: Any, scaler: Any, loss: float, norm: float, limit: float,
+             give_up: Callable[[int, str], None], say: Callable[[str], None]) -> bool:
+    """Whether to skip an update of this loss and gradient norm, as skip_spikes=limit says.
+
+    p: the Progress, which counts. Gives up where they are not finite and nobody asked to skip.
+    """
+    overflow = scaler.is_enabled() and not math.isfinite(norm)  # the scaler sees to it
+    bad = not math.isfinite(loss) or not (math.isfinite(norm) or overflow)
+    step, what = p.step + 1, f"the loss is {loss}, the gradient norm {norm}"
+    hopeless = overflow and scaler.get_scale() < 2**-14
+    if hopeless or (bad and not limit):
+        give_up(step, what)
+    skip = p.odd_norm(math.nan if bad else norm, limit)
+    if skip:
+        say(f"step {step:,}: skipped, {what}")
+        if p.skipped_in_a_row >= 20:
+            give_up(step, f"20 updates in a row were skipped; {what}")
+    return skip or overflow
+
+
+def last_good(path: Path) -> str:
+    """Where the newest checkpoint is, for a message."""
+    name = store.pointed(path, "latest")
+    return f"the last good checkpoint is {path / 'ckpt' / name}" if name else \
+        "there is no checkpoint yet"
+
+
+def smaller(s: Any, world: int = 1) -> str:
+    """The settings that take memory, and those that would make the same updates with less."""
+    b, a = s.batch_size, s.gradient_accumulation_steps
+
+    def rows(b: int, a: int) -> float:
+        """Of a piece, where `world` processes can share it."""
+        return b if a % world == 0 else b / world if b % world == 0 else math.inf
+
+    now = f"batch_size={b} and gradient_accumulation_steps={a}"
+    for part in range(2, min(b, 10_000) + 1):
+        if b % part == 0 and rows(b // part, a * part) < rows(b, a):
+            return f"{now}: --batch_size={b // part} --gradient_accumulation_steps={a * part} " \
+                   "makes the same updates in less"
+    return f"{now}: a smaller block_size={s.block_size}, n_embd={s.n_embd} or n_layer=" \
+           f"{s.n_layer} needs less"

@@ -1,0 +1,170 @@
+"""What a run tells, on rank 0 alone: first lines, log.jsonl, wandb, the curve, last lines."""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from kit import device as machine
+from kit.files import write_json
+from kit.kernels import Kernels
+from kit.parallel.ranks import Ranks, say
+from kit.progress import Log, Progress, draw_loss
+from kit.run import store
+from kit.run.folders import Run
+from kit.sampling import start_ids, write_text
+from kit.writing.recompute import settle
+from model import GPT
+
+
+class Report:
+    """The voice of a run. data is its data set, progress what moves while it trains."""
+
+    def __init__(self, s: Any, run: Run, data: Any, ranks: Ranks, progress: Progress):
+        self.s, self.data, self.ranks, self.progress = s, data, ranks, progress
+        self.path = run.path
+        self.before = (run.resume[1].get("run") if run.resume else None) or {}  # what was said then
+        self.drawn = time.perf_counter()  # when the curve was drawn
+        self.began = self.drawn - progress.elapsed_s
+        self.peak_tok_s = math.inf
+        self.about: dict[str, Any] = {}  # what config.json holds, and each checkpoint too
+
+    def introduce(self, model: GPT, device: torch.device, dtypes: machine.Dtypes, own: Kernels,
+                  compiled: str, parallel: str) -> None:
+        """The first lines. Nothing is written before `begin`."""
+        if not self.ranks.main:
+            return
+        s, data, world = self.s, self.data, self.ranks.world
+        say(f"device: {machine.describe(device, dtypes)}")
+        peak = world * machine.peak_flops(dtypes.products, device)
+        self.peak_tok_s = peak / machine.flops_per_token(model)
+        still = sum(w.numel() for w in model.parameters() if not w.requires_grad)
+        frozen = f" ({still:,} of them frozen)" if still else ""
+        say(f"model: {model.num_params():,} parameters{frozen}, {data.vocab_size:,} tokens "
+            f"({data.tokenizer.spec}); kernels {', '.join(own.names) or 'of PyTorch'}; compile "
+            f"{compiled}")
+        batch, pieces = self.ranks.divide(s.batch_size, s.gradient_accumulation_steps)
+        rows = s.batch_size * s.gradient_accumulation_steps
+        processes = "1 process" if world == 1 else f"{world} processes ({parallel})"
+        say(f"update: {batch} rows x {s.block_size} tokens x {pieces} micro-steps x {processes} "
+            f"= {rows * s.block_size:,} tokens")
+        epochs = s.max_iters * rows / data.train.epoch_rows(s.block_size)
+        say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
+            f"of {data.folder.name}, in {self.path}")
+        began = self.before.get("settings", {}).get("init_from", s.init_from)
+        self.about = {
+            "settings": asdict(s) | {"init_from": began},  # whatever command goes on with it
+            "device": device.type, "launch": self.ranks.launch,
+            "dtype": machine.name_of(dtypes.products),
+            "muon_dtype": dtypes.muon and machine.name_of(dtypes.muon),
+            "kernels": own.names, "kernels_lost": self.kernels_lost(own),
+            "dataset_hash": data.hash, "over": False}
+
+    def kernels_lost(self, own: Kernels) -> list[dict[str, Any]]:
+        """What the run had before and has not any more, with the steps; a new loss is said."""
+        known = self.before.get("kernels_lost") or []
+        lost = [n for n in self.before.get("kernels", ()) if n in own.wanted and n not in own.names]
+        if not lost:
+            return known
+        say(f"note: {', '.join(lost)}: kernels that the run had are not to be had now; it goes on "
+            "with PyTorch's, and the last bits will differ")
+        return [*known, {"step": self.progress.step, "kernels": lost}]
+
+    def begin(self) -> None:
+        """Write config.json and open the log and wandb."""
+        if not self.ranks.main:
+            return
+        self.wandb = Wandb(self.s.wandb_log, self.about["settings"], self.path.name,
+                           self.before.get("wandb_id"), say)
+        self.about |= {"wandb_id": self.wandb.id}
+        write_json(self.path / "config.json", self.about)
+        self.log = Log(self.path / "log.jsonl", self.progress.step, self.progress.last_eval)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """A line of the log."""
+        p = self.progress
+        p.elapsed_s = time.perf_counter() - self.began
+        row |= {"elapsed_s": round(p.elapsed_s, 3), "train_s": round(p.train_s, 3)}
+        if self.ranks.main:
+            self.log.write(row)
+            self.wandb.log(row)
+
+    def draw(self, after: float) -> None:
+        """The curve, if the last one is `after` seconds old."""
+        if self.ranks.main and time.perf_counter() - self.drawn >= after:
+            draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
+            self.drawn = time.perf_counter()
+
+    def conclude(self, model: GPT | None, device: torch.device) -> None:
+        """The last lines, and what the model writes; None where no process has all of it."""
+        if not self.ranks.main:
+            return
+        self.wandb.finish()
+        p = self.progress
+        p.elapsed_s = time.perf_counter() - self.began
+        for line in p.closing(self.peak_tok_s, device.type):
+            say(line)
+        write_json(self.path / "config.json", self.about | {"over": True})
+        best = store.pointed(self.path, "best") or store.pointed(self.path, "latest")
+        say(f"checkpoint: {self.path / 'ckpt' / best}\ncurve: {self.path / 'loss.png'}")
+        if model:
+            say(f"a sample:\n{'-' * 80}\n{self.sample(model)}\n{'-' * 80}")
+        say('write more with: python sample.py --prompt "..."')
+
+    def sample(self, model: GPT) -> str:
+        """What the model writes by itself, or answers to a held-out sample."""
+        settle(model.eval())
+        data, start, end = self.data, start_ids(self.data.tokenizer), None
+        if data.kind == "instruct":
+            start, end = data.val.prompt(0), data.separator
+        return write_text(model, data.tokenizer, start, end, self.s.seed)
+
+
+class Wandb:
+    """Weights & Biases, if asked for; whatever fails there is one warning and the run goes on.
+
+    Its own environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_MODE, ...) count where the
+    settings say nothing. A run that goes on goes on there too. Without a key it logs offline.
+    """
+
+    def __init__(self, on: bool, settings: dict[str, Any], name: str, run_id: str | None,
+                 warn: Callable[[str], None]):
+        self.run, self.warn, self.id = None, warn, run_id
+        with self.guard():
+            if on:
+                import wandb  # here, because it is slow to import and off by default
+
+                mode = None
+                if not (os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)):
+                    mode = "offline"
+                    warn("wandb: no key (wandb login, or WANDB_API_KEY), so it logs offline; "
+                         "`wandb sync` uploads it later")
+                project = settings["wandb_project"] or os.environ.get("WANDB_PROJECT")
+                name = settings["wandb_run_name"] or os.environ.get("WANDB_NAME") or name
+                self.run = wandb.init(project=project or "bonsaigpt", name=name, config=settings,
+                                      id=run_id, resume="allow", mode=mode)
+                self.id = self.run.id
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as e:  # a logger must not end a run, whatever it raises
+            self.run = None
+            reason = " ".join(f"{type(e).__name__}: {e}".split())
+            self.warn(f"wandb is off from here on, log.jsonl goes on: {reason}")
+
+    def log(self, row: dict[str, Any]) -> None:
+        with self.guard():
+            if self.run:
+                self.run.log(row, step=row["step"])
+
+    def finish(self) -> None:
+        with self.guard():
+            if self.run:
+                self.run.finish()

@@ -27,12 +27,12 @@ from kit.inference import kernels_of, place
 from kit.progress import Progress
 from kit.run.locate import find_checkpoint, find_run, same_tokenizer
 from kit.run.store import trained_with
-from kit.sampling import start_ids
 from kit.settings import at_least, in_range, load
 from kit.writing.drafts import MOST
 from kit.writing.prompts import Prompt, gather, is_terminal
 from kit.writing.rows import write
 from kit.writing.session import Session, talk
+from kit.writing.text import start_ids
 from model import GPT
 
 

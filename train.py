@@ -9,6 +9,8 @@ The same command again goes on with a run that was interrupted.
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -24,10 +26,9 @@ from data.prepare import prepares_for, resolve
 from kit import checkpoint, kernels, optimizer
 from kit import device as machine
 from kit.errors import UserError, run
-from kit.evaluate import eval_batches, evaluate, evaluate_only, spell_loss
+from kit.evaluate import eval_batches, evaluate, spell_loss
 from kit.hf import hub
-from kit.parallel.ranks import Ranks, say
-from kit.parallel.sharding import local, whole
+from kit.job import Job, say, start
 from kit.progress import Progress, spell_time
 from kit.run import folders, locate, store
 from kit.run.failures import Interrupt, explained, is_spike, last_good
@@ -147,31 +148,29 @@ ARCHITECTURE = {"optimizer", "freeze"} | (
 
 
 def main(argv: list[str]) -> int:
-    ranks = Ranks()
-    loaded = ranks.alike(lambda: load(TrainSettings, argv, "config/small.py", folders.settings_of))
-    s: TrainSettings = loaded.settings
-    device = ranks.alike(lambda: machine.choose_device(s.device, ranks.local_rank))
-    ranks.divide(s.batch_size, s.gradient_accumulation_steps)  # refuses what cannot be shared
-    with ranks.join(device, s):
-        source, data = ranks.first(lambda: open_data(s, loaded.given))
-        ranks.refuse_other({"data": data.hash, **asdict(s)}, "out_dir device debug")
-        machine.prepare_device(device)
+    loaded = load(TrainSettings, argv, "config/small.py", folders.settings_of)
+    s = loaded.settings
+    with start(s) as job:  # this process alone, or with the others that torchrun started
+        source, data = job.main_first(lambda: open_data(s, loaded.given))
+        job.same_everywhere({"data": data.hash, **asdict(s)}, but="out_dir device debug")
+        machine.prepare_device(job.device)
         if s.eval_only:
-            return evaluate_only(s, source, data, device, ranks)
-        run, dtypes, wanted = folders.begin(loaded, ARCHITECTURE, data, device, ranks)
+            from kit.measure import evaluate_only
+
+            return evaluate_only(s, source, data, job)
+        run, dtypes, wanted = folders.begin(loaded, ARCHITECTURE, data, job)
         with kernels.install(wanted, say) as own:
-            trainer = Trainer(s, run, source, data, device, dtypes, own, ranks)
-            if run.replaces and ranks.main:  # --overwrite: now that all else is known to work
+            trainer = Trainer(s, run, source, data, dtypes, own, job)
+            if run.replaces and job.main:  # --overwrite: now that all else is known to work
                 folders.clear(run.path)
             trainer.report.begin()
-            with trainer.interrupt, explained(run.path, s, ranks.world), trainer.writer:
+            with trainer.guard():
                 trainer.loop()
             if trainer.progress.finished:
-                trainer.report.conclude(trainer.model if trainer.parallel != "fsdp" else None,
-                                        device)
+                trainer.report.conclude(trainer.model)
                 return 0
         say(f"interrupted at step {trainer.progress.step}, saved. Go on with:\n"
-            f"    {folders.command_to_go_on(loaded, run.path, ranks)}")
+            f"    {folders.command_to_go_on(loaded, run.path, job)}")
         return 128 + trainer.signal
 
 
@@ -195,7 +194,6 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
             say(split.report(s.block_size, s.batch_size))
     if source:
         locate.same_tokenizer(source, data.tokenizer)
-    optimizer.check_names(s.model_config(data.vocab_size), s.freeze)
     return source, data
 
 
@@ -203,12 +201,12 @@ class Trainer:
     """Model, optimizers, data and progress, and the loop that moves them."""
 
     def __init__(self, s: TrainSettings, run: folders.Run, source: Path | None, data: Dataset,
-                 device: torch.device, dtypes: machine.Dtypes, own: kernels.Kernels, ranks: Ranks):
-        self.s, self.path, self.data, self.device, self.ranks = s, run.path, data, device, ranks
-        self.share = ranks.divide(s.batch_size, s.gradient_accumulation_steps)
+                 dtypes: machine.Dtypes, own: kernels.Kernels, job: Job):
+        self.s, self.path, self.data, self.job = s, run.path, data, job
         self.rows = s.batch_size * s.gradient_accumulation_steps  # of an update
-        self.autocast = partial(machine.autocast, device, dtypes.products)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtypes.products == torch.float16)
+        self.autocast = partial(machine.autocast, job.device, dtypes.products)
+        scaled = dtypes.products == torch.float16
+        self.scaler = torch.amp.GradScaler(job.device.type, enabled=scaled)
         self.progress, self.interrupt, self.signal = Progress(), Interrupt(), 0
         self.writer = store.Writer()
         self.ahead: tuple[int, list] = (-1, [])  # the next update's first row and batches
@@ -217,25 +215,28 @@ class Trainer:
         self.model = GPT(s.model_config(data.vocab_size), s.init_std)
         if run.resume or source:
             folder = run.resume[0] if run.resume else source  # of a run, only rank 0 has it
-            ranks.once(lambda: checkpoint.load_weights(
+            job.on_main(lambda: checkpoint.load_weights(
                 self.model, folder / "model.safetensors", s.extend_positions, crop=not run.resume))
-        ranks.alike(lambda: optimizer.freeze(self.model, s.freeze))
+        optimizer.freeze(self.model, s.freeze)
         own.take_loss(self.model)
         for name in own.wanted:  # what one rank lacks, none has
-            if ranks.agree(name not in own.names):
+            if job.max(name not in own.names):
                 own.drop(name, self.model)
-        self.parallel = ranks.tell(ranks.choose(s.parallel, self.model, device))
-        if self.parallel == "fsdp" and self.scaler.is_enabled():
-            ranks.refuse("dtype=float16 does not go with parallel=fsdp; take bfloat16 or float32")
-        self.replica = ranks.place(self.model, device, self.parallel)  # what is called for a loss
-        self.optimizers = optimizer.build_optimizers(self.model, s, dtypes.muon)
+        self.replica = job.wrap(self.model, scaled)  # what is called for a loss
+        self.optimizers = optimizer.build_optimizers(self.model, s, dtypes.muon, job.muon)
         if run.resume:
             self.restore(*run.resume, run.over)
         elif source:
             say(f"starting from the weights of {source}")
         compiled = machine.compile_model(self.model, s.compile, self.autocast)
-        self.report = Report(s, run, data, ranks, self.progress)
-        self.report.introduce(self.model, device, dtypes, own, compiled, self.parallel)
+        self.report = Report(s, run, data, job, self.progress)
+        self.report.introduce(self.model, dtypes, own, compiled)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """What can befall a run: signals save it, a full disk or memory is explained in a line."""
+        with self.interrupt, explained(self.path, self.s, self.job.world), self.writer:
+            yield
 
     def restore(self, folder: Path | None, state: dict[str, Any], over: bool) -> None:
         """Take up a checkpoint exactly where it was left; rank 0 alone has the folder."""
@@ -245,7 +246,8 @@ class Trainer:
             p.worse = 0
         p.finished = p.last_eval == p.step and self.is_finished()
         tensors = checkpoint.load_tensors(folder / "optimizer.safetensors") if folder else {}
-        optimizer.load_state(self.optimizers, self.model, self.ranks.spread(tensors))
+        optimizer.load_state(self.optimizers, self.model, self.job.broadcast(tensors),
+                             self.job.shard)
         if state.get("scaler"):  # not where the run had another dtype
             self.scaler.load_state_dict(state["scaler"])
         say(f"going on with {self.path} from step {self.progress.step}")
@@ -254,7 +256,7 @@ class Trainer:
         """Update, log, evaluate and save until the run is finished or interrupted."""
         s, p = self.s, self.progress
         bar = tqdm(total=s.max_iters, initial=p.step, unit="update", smoothing=0.05,
-                   disable=None if self.ranks.main else True)
+                   disable=None if self.job.main else True)
         first, mark = p.step, (time.perf_counter(), p.tokens)
         while True:
             due = p.step > 0 and (p.step % s.eval_interval == 0 or p.step >= s.max_iters)
@@ -262,12 +264,12 @@ class Trainer:
                 try:
                     self.evaluate()
                 except (OSError, MemoryError, RuntimeError):
-                    if self.ranks.world == 1:  # what was trained is not lost with it
+                    if self.job.world == 1:  # what was trained is not lost with it
                         self.save()
                     raise
                 mark = time.perf_counter(), p.tokens
             p.finished = p.finished or (p.step >= s.max_iters and p.last_eval == p.step)
-            self.signal = self.ranks.agree(self.interrupt.signal)
+            self.signal = self.job.max(self.interrupt.signal)
             if p.finished or self.signal:
                 break
             began = time.perf_counter()
@@ -289,38 +291,40 @@ class Trainer:
                 say(f"about {spell_time(left)} of training left")
         bar.close()
         if self.saved != (p.step, p.finished):
-            finite = all(bool(local(w).isfinite().all()) for w in self.model.parameters())
-            if self.ranks.agree(not finite):
+            weights = (self.job.whole(w.detach().sum()) for w in self.model.parameters())
+            if not all(w.isfinite() for w in weights):
                 self.give_up(p.step, "the weights are not finite")
             self.save()
         self.report.draw(0)
 
     def batches(self, first: int) -> list[list[torch.Tensor]]:
         """This rank's share of the update from row `first`: x, y (rows, T), T <= block_size."""
-        (rows, pieces), ranks, s = self.share, self.ranks, self.s
-        starts = [first + (i * ranks.world + ranks.rank) * rows for i in range(pieces)]
-        return [[machine.to_device(a, self.device) for a in
-                 self.data.train.batch(row, rows, s.block_size, s.seed)] for row in starts]
+        job, s = self.job, self.s
+        starts = [first + (i * job.world + job.rank) * job.micro_rows
+                  for i in range(job.micro_steps)]
+        return [[machine.to_device(a, job.device) for a in
+                 self.data.train.batch(row, job.micro_rows, s.block_size, s.seed)]
+                for row in starts]
 
     def update(self) -> dict[str, Any]:
         """One update of batch_size x gradient_accumulation_steps rows -> its line of the log."""
-        s, p, ranks = self.s, self.progress, self.ranks
+        s, p, job = self.s, self.progress, self.job
         factor = optimizer.set_lr(self.optimizers, p.step, s)
         with p.timed("data"):
             batches = self.ahead[1] if self.ahead[0] == p.rows else self.batches(p.rows)
         with p.timed("forward and backward"):
             n_targets = sum((y >= 0).sum() for _, y in batches)
-            n_targets = ranks.total(n_targets).clamp(min=1)  # of the whole update
-            total = torch.zeros((), device=self.device)
+            n_targets = job.all_reduce(n_targets).clamp(min=1)  # of the whole update
+            total = torch.zeros((), device=job.device)
             for i, (x, y) in enumerate(batches):
                 # dropout is a function of seed, step and micro-step: no state to save
-                micro = i * ranks.world + ranks.rank
+                micro = i * job.world + job.rank
                 torch.manual_seed(((s.seed * 1000003 + p.step) * 1000003 + micro) % 2**63)
-                with ranks.piece(self.replica, last=i == len(batches) - 1):
+                with job.synchronize(self.replica, last=i == len(batches) - 1):
                     with self.autocast():
                         loss_sum, _ = self.replica(x, y)
                     # DDP and FSDP take the mean over ranks where a sum is wanted
-                    self.scaler.scale(loss_sum / n_targets * ranks.world).backward()
+                    self.scaler.scale(loss_sum / n_targets * job.world).backward()
                 total += loss_sum.detach()
         with p.timed("data"):  # while a GPU is still at work
             ahead = p.rows + self.rows
@@ -329,10 +333,10 @@ class Trainer:
             for o in self.optimizers:
                 self.scaler.unscale_(o)
             grads = [w.grad for w in self.model.parameters() if w.grad is not None]
-            norm = whole(utils.get_total_norm(grads))
-            told = ranks.gather((total / n_targets).item(), norm.item(),
-                                sum(x.numel() for x, _ in batches))
-            loss, grad_norm, tokens = told[:, 0].sum().item(), told[0, 1].item(), told[:, 2].sum()
+            norm = job.whole(utils.get_total_norm(grads))
+            loss, grad_norm, tokens = job.sum(
+                (total / n_targets).item(), norm.item() if job.main else 0.0,
+                sum(x.numel() for x, _ in batches))
         skip = is_spike(p, self.scaler, loss, grad_norm, s.skip_spikes, self.give_up, say)
         with p.timed("optimizer"):
             if 0 < s.grad_clip < grad_norm and not skip:
@@ -348,19 +352,19 @@ class Trainer:
 
     def give_up(self, step: int, why: str) -> None:
         self.writer.wait()
-        self.ranks.refuse(
+        self.job.refuse(
             f"step {step}: {why}; {last_good(self.path)}. Try a lower learning_rate or muon_lr, a "
             "longer warm-up, skip_spikes=10, or dtype=float32")
 
     def evaluate(self) -> None:
         """Measure the validation split, log it, save, and decide whether the run is over."""
-        s, p, ranks = self.s, self.progress, self.ranks
+        s, p, job = self.s, self.progress, self.job
         batches = eval_batches(self.data.val, s.block_size, s.batch_size, s.eval_iters,
-                               ranks.rank, ranks.world)
+                               job.rank, job.world)
         with p.timed("evaluation"):
             result = evaluate(self.model, batches, self.data.token_byte_lengths(),
                               self.data.separator, self.autocast,
-                              lambda: ranks.agree(self.interrupt.signal) > 0, ranks.add)
+                              lambda: job.max(self.interrupt.signal) > 0, job.sum)
         if result is None:  # interrupted; the next start makes up for it
             return
         if not math.isfinite(result["loss"]):
@@ -389,11 +393,11 @@ class Trainer:
         """Copy all that a checkpoint holds and write it in the background."""
         with self.progress.timed("saving"):
             self.writer.wait()  # one copy at a time
-            weights = self.ranks.snapshot(checkpoint.tensors_of(self.model))
+            weights = self.job.snapshot(checkpoint.tensors_of(self.model))
             state_of = optimizer.state_tensors(self.optimizers, self.model)
-            moments = self.ranks.snapshot(state_of)
+            moments = self.job.snapshot(state_of)
             self.saved = (self.progress.step, self.progress.finished)
-            if not self.ranks.main:
+            if not self.job.main:
                 return
             state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
                      "threads": torch.get_num_threads(), "torch": torch.__version__,

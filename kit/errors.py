@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+# until the ranks of a job have met, all make the same mistakes, and rank 0 says them
+silent = os.environ.get("RANK", "0") != "0"
+
 
 class UserError(Exception):
     """A person's mistake, in a line: what was given, what was expected, what to do."""
@@ -48,7 +51,8 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
     except (UserError, OSError, *mistakes) as e:
         if debug:
             raise
-        complain(plain(spell_os_error(e)))
+        if not silent:
+            complain(plain(spell_os_error(e)))
         code = 2
     except (MemoryError, RuntimeError) as e:
         if debug or not out_of_memory(e):

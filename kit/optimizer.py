@@ -3,16 +3,41 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kit.device import device_of, without_memory
+from kit.device import device_of
 from kit.errors import UserError
-from kit.parallel.sharding import blocks_of, gathered, like, local
-from model import GPT, GPTConfig
+from model import GPT
+
+
+class OptimizerSettings(Protocol):
+    """What the optimizers read of train.py's settings, which explain them."""
+
+    optimizer: Literal["adamw", "muon"]
+    learning_rate: float
+    muon_lr: float
+    muon_momentum: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    layer_lr_decay: float
+
+
+class ScheduleSettings(Protocol):
+    """What the learning rate reads of train.py's settings, which explain them."""
+
+    learning_rate: float
+    min_lr: float
+    decay_lr: bool
+    schedule: Literal["cosine", "linear"]
+    cooldown: float
+    warmup_iters: int
+    lr_decay_iters: int | None
+    max_iters: int
 
 
 def freeze(model: GPT, names: str) -> None:
@@ -38,14 +63,11 @@ def called(name: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
     return found
 
 
-def check_names(config: GPTConfig, names: str) -> None:
-    """UserError for a name that `freeze` would not find; a model of any size takes no memory."""
-    if names:
-        try:
-            model = without_memory(config)
-        except RuntimeError:  # an edited model that needs some; `freeze` will say it later
-            return
-        freeze(model, names)
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what its lists of modules hold, in order, wherever it keeps them."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    inside = {m for some in lists for block in some for m in block.modules()}
+    return [block for some in lists if some not in inside for block in some]
 
 
 def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:
@@ -79,17 +101,17 @@ class Muon(torch.optim.Muon):
     """torch.optim.Muon within its rounding, but matrices of equal shape take a step together.
 
     The update of a matrix is made nearly orthogonal by a few Newton-Schulz iterations
-    (https://kellerjordan.github.io/posts/muon); one batched product beats many small ones. Where
-    FSDP shards matrices, each rank puts them together and takes its own share of the result.
+    (https://kellerjordan.github.io/posts/muon); one batched product beats many small ones.
     dtype: of the iterations, fp32 or bf16, whichever is faster here (kit.device.muon_dtype).
     """
 
-    def __init__(self, params: Any, dtype: torch.dtype = torch.float32, **options: Any):
+    def __init__(self, params: list[dict[str, Any]], dtype: torch.dtype = torch.float32,
+                 **options: float):
         super().__init__(params, **options)
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -102,11 +124,19 @@ class Muon(torch.optim.Muon):
         for state, p in ((self.state[p], p) for p in params):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
-        weights, grads = [local(p) for p in params], [local(p.grad) for p in params]
-        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
+        weights, grads = [self.local(p) for p in params], [self.local(p.grad) for p in params]
+        momenta = [self.local(self.state[p]["momentum_buffer"]) for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
-        updates = [gathered(u, p) for u, p in zip(updates, params, strict=True)]
+        updates = self.orthogonal([self.gathered(u, p) for u, p in zip(updates, params,
+                                                                       strict=True)], group)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        for p, w, u in zip(params, weights, updates, strict=True):
+            scale = math.sqrt(max(1, p.size(0) / p.size(1)))
+            w.sub_(self.share(u, p), alpha=group["lr"] * scale)
+
+    def orthogonal(self, updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """The nearest matrices with orthogonal rows, about, by Newton-Schulz iterations."""
         tall = [u.size(0) > u.size(1) for u in updates]
         a, b, c = group["ns_coefficients"]
         # (matrices, rows, columns), rows <= columns
@@ -117,17 +147,29 @@ class Muon(torch.optim.Muon):
             gram = x @ x.mT
             gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, gram, x, beta=a)
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        for p, w, t, u in zip(params, weights, tall, x, strict=True):
-            scale = math.sqrt(max(1, p.size(0) / p.size(1)))
-            w.sub_(local(like(u.mT if t else u, p)), alpha=group["lr"] * scale)
+        return [u.mT if t else u for u, t in zip(x, tall, strict=True)]
+
+    # where matrices are sharded over ranks (kit.parallel.sharding) these three do something
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor."""
+        return tensor
+
+    def gathered(self, share: Tensor, p: Tensor) -> Tensor:
+        """All of a tensor that is sharded as p is, from this rank's part."""
+        return share
+
+    def share(self, value: Tensor, p: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, were it sharded as p is."""
+        return value
 
 
-def build_optimizers(model: GPT, s: Any,
-                     muon_dtype: torch.dtype | None = None) -> list[Optimizer]:
+def build_optimizers(model: GPT, s: OptimizerSettings, muon_dtype: torch.dtype | None = None,
+                     muon: type[Muon] = Muon) -> list[Optimizer]:
     """AdamW, which decays matrices only, or Muon for the blocks' matrices and AdamW for the rest.
 
     Every group remembers its `peak_lr`. muon_dtype: of Muon's iterations; None: fp32.
+    muon: its class, where matrices are sharded.
     """
     hidden, embeddings, vectors = split_parameters(model)
     if s.optimizer == "muon" and not blocks_of(model):
@@ -148,7 +190,7 @@ def build_optimizers(model: GPT, s: Any,
             lr=s.learning_rate, betas=(s.beta1, s.beta2),
             fused=device_of(model).type != "mps"))
     if s.optimizer == "muon" and hidden:
-        optimizers.append(Muon(groups(hidden, s.muon_lr), muon_dtype or torch.float32,
+        optimizers.append(muon(groups(hidden, s.muon_lr), muon_dtype or torch.float32,
                                lr=s.muon_lr, weight_decay=s.weight_decay,
                                momentum=s.muon_momentum))
     for group in (g for o in optimizers for g in o.param_groups):
@@ -159,7 +201,7 @@ def build_optimizers(model: GPT, s: Any,
     return optimizers
 
 
-def lr_factor(step: int, s: Any) -> float:
+def lr_factor(step: int, s: ScheduleSettings) -> float:
     """The learning rate of update `step` (0 is the first) as a share of its peak, in [0, 1].
 
     After the warm-up, cosine is nanoGPT's half a cosine down to min_lr; linear stays at the peak
@@ -181,7 +223,7 @@ def lr_factor(step: int, s: Any) -> float:
     return floor + (1 - floor) * share
 
 
-def set_lr(optimizers: list[Optimizer], step: int, s: Any) -> float:
+def set_lr(optimizers: list[Optimizer], step: int, s: ScheduleSettings) -> float:
     """Set the rates of update `step`; returns the factor."""
     factor = lr_factor(step, s)
     for group in (g for o in optimizers for g in o.param_groups):
@@ -193,7 +235,7 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
     return {p: name for name, p in model.named_parameters()}
 
 
-def state_tensors(optimizers: list[Optimizer], model: nn.Module) -> dict:
+def state_tensors(optimizers: list[Optimizer], model: nn.Module) -> dict[str, Tensor]:
     """The optimizers' state as {parameter name.state name: tensor}, whatever groups there are."""
     names = names_of(model)
     return {f"{names[p]}.{key}": value for o in optimizers for p, state in o.state.items()
@@ -212,8 +254,12 @@ def keys_of(optimizer: Optimizer, ndim: int) -> set[str]:
 
 
 def load_state(optimizers: list[Optimizer], model: nn.Module,
-               tensors: dict[str, torch.Tensor]) -> None:
-    """Put back what `state_tensors` gave; UserError unless each parameter has all of it."""
+               tensors: dict[str, Tensor],
+               shard: Callable[[Tensor, Tensor], Tensor] = lambda value, p: value) -> None:
+    """Put back what `state_tensors` gave; UserError unless each parameter has all of it.
+
+    shard: makes a whole tensor one that is sharded as a parameter is.
+    """
     names, expected = names_of(model), {}
     for o in optimizers:
         params = [p for g in o.param_groups for p in g["params"]]
@@ -232,4 +278,4 @@ def load_state(optimizers: list[Optimizer], model: nn.Module,
                             "float32")
         number = value.ndim == 0 and p.ndim > 0  # as AdamW's count of steps
         value = value.to("cpu" if number and p.device.type == "mps" else p.device)
-        o.state[p][name] = value if number else like(value, p)
+        o.state[p][name] = value if number else shard(value, p)

@@ -1,49 +1,15 @@
-"""From logits to the next token, and from tokens to text on the screen."""
+"""From logits to the next token."""
 
-import codecs
 from collections.abc import Sequence
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kit.topk import likeliest
-from kit.writing.window import steps
+from kit.topk import draw_from_all, first_above, likeliest
 
-WIDE = 64  # ids of a block that `draw_from_all` adds up
 MAX = torch.finfo(torch.float32).max
-
-
-def draw_from_all(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
-    """Logits (B, V) in fp32 on the CPU, uniform numbers u (B, 1) in [0, 1) -> ids (B,).
-
-    By the inverse of the cumulative distribution: first the block of neighbours, then the id in it.
-    Probabilities are in fp32, as all of them in double precision take longer than a small model;
-    their sums are in double precision.
-    """
-    if temperature < 0.01:  # dividing large numbers would make close ones equal
-        logits = logits - logits.amax(-1, keepdim=True)
-    colder = logits if temperature == 1 else logits / temperature
-    p, tail = torch.softmax(colder, -1), -logits.size(-1) % WIDE
-    p = F.pad(p, (0, tail)) if tail else p
-    p = p.view(len(p), -1, WIDE)  # (B, blocks, WIDE)
-    mass = p.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = u * mass[:, -1:]
-    block = place(mass, target)
-    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = p[torch.arange(len(p)), block[:, 0]].double().cumsum(-1)  # (B, WIDE)
-    return (block * WIDE + place(inside, target - before))[:, 0]
-
-
-def place(mass: Tensor, target: Tensor) -> Tensor:
-    """Cumulative mass (B, N), targets (B, 1) -> the first index (B, 1) whose mass exceeds it.
-
-    At most the last one that adds to it, whatever was rounded: what weighs nothing is never drawn.
-    """
-    last = (mass < mass[:, -1:]).sum(-1, keepdim=True)
-    return torch.searchsorted(mass, target, right=True).minimum(last)
 
 
 class Choice(NamedTuple):
@@ -154,7 +120,7 @@ class Sampler:
             return draw_from_all(logits.cpu(), self.temperature, u).to(logits.device)
         weights, ids = self.weigh(logits)
         mass = weights.cumsum(-1)
-        drawn = place(mass, u * mass[:, -1:])
+        drawn = first_above(mass, u * mass[:, -1:])
         return ids.gather(1, drawn.to(ids.device))[:, 0]
 
     def weigh(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,51 +167,3 @@ class Sampler:
             self.read = self.read[rows.to(self.read.device)]
         elif self.penalty != 1:
             self.prompts = [self.prompts[row] for row in rows.tolist()]
-
-
-def start_ids(tokenizer) -> list[int]:
-    """What a text without a prompt starts from: the separator or, for want of one, a newline."""
-    if tokenizer.eot is not None:
-        return [tokenizer.eot]
-    try:
-        return list(tokenizer.encode("\n"))
-    except ValueError:  # not even that
-        return [0]
-
-
-def write_text(model: Any, tokenizer: Any, start: list[int], end: int | None, seed: int,
-               max_new_tokens: int = 300) -> str:
-    """What a model writes after the ids `start`, up to the id `end` where that is one."""
-    device, choose = next(model.parameters()).device, Sampler([seed], temperature=0.8, top_k=50)
-    new = steps(model.eval(), torch.tensor([start], device=device), max_new_tokens, choose)
-    ids = takewhile(lambda id: id != end, map(int, new))
-    return tokenizer.decode(ids if end is None else [*start, *ids])
-
-
-class TextStream:
-    """Turns the bytes of tokens into text that can be shown at once, errors replaced.
-
-    What may be half a character or the beginning of a stop is held back. Once one is complete,
-    `stopped` is set; nothing from its beginning on is shown. Of several stops the first to be
-    complete counts and, where one ends like another, the longest: so it does not matter how the
-    text was cut into tokens.
-    """
-
-    def __init__(self, stop: str | Sequence[str] | None = None):
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.stops = [s for s in ([stop] if isinstance(stop, str) else stop or ()) if s]
-        self.held, self.stopped = "", False
-
-    def feed(self, data: bytes, final: bool = False) -> str:
-        """The text that is now certain. `final`: nothing follows."""
-        if self.stopped:
-            return ""
-        text = self.held + self.decoder.decode(data, final)
-        found = [(text.index(s) + len(s), text.index(s)) for s in self.stops if s in text]
-        if found:  # (end, beginning) of each
-            self.stopped = True
-            return text[: min(found)[1]]
-        lengths = [n for s in self.stops for n in range(len(s)) if text.endswith(s[:n])]
-        n = 0 if final else max(lengths, default=0)  # of what might begin a stop
-        self.held = text[len(text) - n :]
-        return text[: len(text) - n]

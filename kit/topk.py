@@ -1,9 +1,14 @@
-"""The largest logits in order, exactly: of equal ones the lower id comes first."""
+"""What costs time in sampling from a large vocabulary: its k likeliest ids, and a draw from all.
+
+Exact: of equal logits the lower id comes first, and what weighs nothing is never drawn.
+"""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32  # ids that `likeliest` judges by their largest logit
+WIDE = 64  # ids of a block that `draw_from_all` adds up
 
 
 def largest(values: Tensor, ids: Tensor, k: int) -> Tensor:
@@ -33,3 +38,33 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
     ids = blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=device)  # (B, k, BLOCK)
     ids = torch.cat([ids.flatten(1), rest], dim=1)
     return largest(logits.gather(1, ids), ids, k)
+
+
+def draw_from_all(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
+    """Logits (B, V) in fp32 on the CPU, uniform numbers u (B, 1) in [0, 1) -> ids (B,).
+
+    By the inverse of the cumulative distribution: first the block of neighbours, then the id in it.
+    Probabilities are in fp32, as all of them in double precision take longer than a small model;
+    their sums are in double precision.
+    """
+    if temperature < 0.01:  # dividing large numbers would make close ones equal
+        logits = logits - logits.amax(-1, keepdim=True)
+    colder = logits if temperature == 1 else logits / temperature
+    p, tail = torch.softmax(colder, -1), -logits.size(-1) % WIDE
+    p = F.pad(p, (0, tail)) if tail else p
+    p = p.view(len(p), -1, WIDE)  # (B, blocks, WIDE)
+    mass = p.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = u * mass[:, -1:]
+    block = first_above(mass, target)
+    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = p[torch.arange(len(p)), block[:, 0]].double().cumsum(-1)  # (B, WIDE)
+    return (block * WIDE + first_above(inside, target - before))[:, 0]
+
+
+def first_above(mass: Tensor, target: Tensor) -> Tensor:
+    """Cumulative mass (B, N), targets (B, 1) -> the first index (B, 1) whose mass exceeds it.
+
+    At most the last one that adds to it, whatever was rounded: what weighs nothing is never drawn.
+    """
+    last = (mass < mass[:, -1:]).sum(-1, keepdim=True)
+    return torch.searchsorted(mass, target, right=True).minimum(last)

@@ -151,7 +151,7 @@ def speaks(folder: Path, *tests: str) -> set[str]:
 
 LORA = """
 from kit import checkpoint, lora
-from kit.evaluate import main as evaluate
+from kit.measure import main as evaluate
 from kit.run.locate import find_checkpoint
 from model import GPT
 

@@ -997,7 +997,7 @@ def test_what_a_model_writes_does_not_command_the_screen(folder, run, capfd, mon
 
 def test_the_sample_after_training_does_not_command_the_screen(enter, monkeypatch):
     """What it learned from may be somebody else's."""
-    monkeypatch.setattr("kit.run.report.write_text", lambda *a, **k: f"it writes {EVIL}")
+    monkeypatch.setattr("kit.run.report.write_sample", lambda *a, **k: f"it writes {EVIL}")
     end = enter("data")
     assert end.code == 0 and "it writes" in end.out, end
     assert "\x1b" not in end.out and "\x9b" not in end.out, end

@@ -12,13 +12,14 @@ import torch
 
 import sample
 from data.tokenizer import from_json
-from kit import checkpoint, sampling
+from kit import checkpoint
 from kit.errors import UserError
 from kit.files import read_json
 from kit.kernels import native
 from kit.run import store
 from kit.run.locate import find_checkpoint, remember
 from kit.writing import window
+from kit.writing.text import TextStream
 from model import GPT, GPTConfig
 
 
@@ -118,8 +119,8 @@ def test_characters_of_several_bytes_never_break(tmp_path, byte_tokenizer, capfd
     """The model writes a four-byte character over and over, one byte a token."""
     make_run(tmp_path / "emoji", byte_tokenizer.to_json(), 257, favourite=list("🌳".encode()))
     pieces = []
-    real = sampling.TextStream.feed
-    monkeypatch.setattr(sampling.TextStream, "feed", lambda self, *a, **k:
+    real = TextStream.feed
+    monkeypatch.setattr(TextStream, "feed", lambda self, *a, **k:
                         (pieces.append(real(self, *a, **k)), pieces[-1])[1])
     out = write(capfd, "--prompt=🌳", "--temperature=0", "--max_new_tokens=40")[0]
     assert out == "🌳" * 11 + "\n"

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 
 import train
 from data.shards import Split
-from kit import evaluate, sampling
+from kit import measure
 from kit.errors import UserError
 from kit.errors import run as cli
 from kit.run import store
 from kit.run.report import Report
+from kit.writing.text import write_sample
 
 GOLDEN = Path(__file__).parent / "golden" / "loss_curve.json"
 CONFIG = """
@@ -51,8 +52,8 @@ EVERYTHING = ["--optimizer=muon", "--dropout=0.2", "--gradient_accumulation_step
 @pytest.fixture
 def run(tmp_path, text_file, monkeypatch):
     """run(*flags) trains on the text with the small config; returns (exit code, run folder)."""
-    short = partial(sampling.write_text, max_new_tokens=9)  # of the sample at the end
-    monkeypatch.setattr("kit.run.report.write_text", short)
+    short = partial(write_sample, max_new_tokens=9)  # of the sample at the end
+    monkeypatch.setattr("kit.run.report.write_sample", short)
     monkeypatch.setattr("kit.device.peak_flops", lambda *args: 1e11)  # a quarter of a second
     config = tmp_path / "test.py"
     config.write_text(CONFIG)
@@ -261,11 +262,11 @@ def test_dtypes_are_chosen_once_said_recorded_and_kept(run, monkeypatch, capsys,
     assert run(*flags)[0] == 0
     assert f"), {dtype}, Muon in {dtype}, torch" in capsys.readouterr().out
     assert weights(whole) == weights(path)
-    seen, real = [], evaluate.autocast
-    monkeypatch.setattr(evaluate, "autocast", lambda *a: (seen.append(a[1]), real(*a))[1])
+    seen, real = [], measure.autocast
+    monkeypatch.setattr(measure, "autocast", lambda *a: (seen.append(a[1]), real(*a))[1])
     assert run(*flags, "--eval_only=True")[0] == 0
     args = [str(path), "--dtype=auto", "--device=cpu"]
-    assert evaluate.main(args) == 0 and f"; {dtype} on cpu" in capsys.readouterr().out
+    assert measure.main(args) == 0 and f"; {dtype} on cpu" in capsys.readouterr().out
     assert set(seen) == {getattr(torch, dtype)}
 
 
@@ -1065,7 +1066,7 @@ def test_verify_finds_what_a_sample_of_the_ids_cannot(run, tmp_path):
 
 def test_the_sample_at_the_end_answers_what_was_held_out(run, chat, monkeypatch):
     ends = []
-    monkeypatch.setattr("kit.run.report.write_text", lambda model, tokenizer, start, end, seed:
+    monkeypatch.setattr("kit.run.report.write_sample", lambda model, tokenizer, start, end, seed:
                         ends.append((tokenizer.decode(start), end)) or "")
     run(f"--dataset={chat}", "--max_iters=1", "--warmup_iters=0", "--block_size=24", out="chat")
     run("--max_iters=1", "--warmup_iters=0")

@@ -18,11 +18,11 @@ import numpy as np
 from tqdm import tqdm
 
 from data import DataError, instruct
-from data.making.census import Census, Rule, divide, rule
 from data.dataset import FORMAT, SPLITS
+from data.making.census import Census, Rule, divide, rule
 from data.making.folder import replacing, write_json
-from data.shards import ShardWriter
 from data.making.sources import Piece, fetched
+from data.shards import ShardWriter
 from data.tokenizer import Tokenizer, make_tokenizer
 
 JOB = 1 << 20  # characters of text that a worker gets at once

@@ -20,8 +20,8 @@ from data.tokenizer import Tokenizer
 from extras.serve.engine import Request
 from extras.serve.row import read_of
 from kit.errors import plain
-from kit.sampling import start_ids
 from kit.settings import fits, options
+from kit.writing.text import start_ids
 from model import GPTConfig
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false",

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.sampling import Choice, Sampler, TextStream, Uniform
+from kit.sampling import Choice, Sampler, Uniform
+from kit.writing.text import TextStream
 from model import GPT
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs")

@@ -16,8 +16,8 @@ from kit.checkpoint import refuse_lie
 from kit.device import DTYPES, Dtypes, choose_dtype, muon_dtype, name_of
 from kit.errors import UserError
 from kit.files import hide, read_json, remove
+from kit.job import Job, say
 from kit.kernels import wanted
-from kit.parallel.ranks import Ranks, say
 from kit.run import store
 from kit.run.locate import WORDS, out_root, same_place, same_tokenizer, settings_in
 from kit.settings import Loaded, Say
@@ -37,17 +37,17 @@ class Run(NamedTuple):
     over: bool = False  # it had ended, and is to go on all the same
 
 
-def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
-          ranks: Ranks) -> tuple[Run, Dtypes, list[str]]:
+def begin(loaded: Loaded, fixed: set[str], data: Any, job: Job
+          ) -> tuple[Run, Dtypes, list[str]]:
     """Claim the folder of a run and look at what goes on -> it, its dtypes and its kernels.
 
     Rank 0 does so, for it alone reads and writes the folder, and tells the others.
     """
-    s, mine = loaded.settings, []
+    s, device, mine = loaded.settings, job.device, []
 
     def work() -> dict[str, Any]:
         name = loaded.files[-1].stem if loaded.files else "run"
-        run = claim(s.out_dir, name, s.init_from, s.overwrite, say, ranks.launch)
+        run = claim(s.out_dir, name, s.init_from, s.overwrite, say, job.launch)
         mine.append(run)
         saved = None
         if run.resume:
@@ -63,7 +63,7 @@ def begin(loaded: Loaded, fixed: set[str], data: Any, device: torch.device,
                 "muon_dtype": muon, "kernels": kernels, "state": run.resume and run.resume[1],
                 "over": run.over}
 
-    told = ranks.once(work)
+    told = job.on_main(work)
     resume = (None, told["state"]) if told["state"] else None
     run = mine[0] if mine else Run(Path(told["path"]), None, resume, False, told["over"])
     return run, Dtypes(DTYPES[told["dtype"]], DTYPES.get(told["muon_dtype"])), told["kernels"]
@@ -230,12 +230,10 @@ def settings_of(s: Any) -> dict[str, Any] | None:
     return saved and {n: v for n, v in saved.items() if n not in drop}
 
 
-def command_to_go_on(loaded: Loaded, path: Path, ranks: Ranks) -> str:
+def command_to_go_on(loaded: Loaded, path: Path, job: Job) -> str:
     """The command that goes on with a run: the same again, or its folder alone."""
     s = loaded.settings
     words = [*map(str, loaded.files), *loaded.flags]
     if s.init_from != "auto" or s.overwrite:  # they would not mean this run
         words = [f"--out_dir={path}"]
-    start = ["python"] if ranks.world == 1 else [
-        "torchrun", f"--nproc_per_node={ranks.local_world}"]
-    return shlex.join([*start, sys.argv[0], *words])
+    return shlex.join([*job.command, sys.argv[0], *words])

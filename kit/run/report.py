@@ -8,25 +8,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from kit import device as machine
 from kit.files import write_json
+from kit.job import Job, say
 from kit.kernels import Kernels
-from kit.parallel.ranks import Ranks, say
 from kit.progress import Log, Progress, draw_loss
 from kit.run import store
 from kit.run.folders import Run
-from kit.sampling import start_ids, write_text
 from kit.writing.recompute import settle
+from kit.writing.text import start_ids, write_sample
 from model import GPT
 
 
 class Report:
     """The voice of a run. data is its data set, progress what moves while it trains."""
 
-    def __init__(self, s: Any, run: Run, data: Any, ranks: Ranks, progress: Progress):
-        self.s, self.data, self.ranks, self.progress = s, data, ranks, progress
+    def __init__(self, s: Any, run: Run, data: Any, job: Job, progress: Progress):
+        self.s, self.data, self.job, self.progress = s, data, job, progress
         self.path = run.path
         self.before = (run.resume[1].get("run") if run.resume else None) or {}  # what was said then
         self.drawn = time.perf_counter()  # when the curve was drawn
@@ -34,32 +32,30 @@ class Report:
         self.peak_tok_s = math.inf
         self.about: dict[str, Any] = {}  # what config.json holds, and each checkpoint too
 
-    def introduce(self, model: GPT, device: torch.device, dtypes: machine.Dtypes, own: Kernels,
-                  compiled: str, parallel: str) -> None:
+    def introduce(self, model: GPT, dtypes: machine.Dtypes, own: Kernels, compiled: str) -> None:
         """The first lines. Nothing is written before `begin`."""
-        if not self.ranks.main:
+        if not self.job.main:
             return
-        s, data, world = self.s, self.data, self.ranks.world
+        s, data, job, device = self.s, self.data, self.job, self.job.device
         say(f"device: {machine.describe(device, dtypes)}")
-        peak = world * machine.peak_flops(dtypes.products, device)
+        peak = job.world * machine.peak_flops(dtypes.products, device)
         self.peak_tok_s = peak / machine.flops_per_token(model)
         still = sum(w.numel() for w in model.parameters() if not w.requires_grad)
         frozen = f" ({still:,} of them frozen)" if still else ""
         say(f"model: {model.num_params():,} parameters{frozen}, {data.vocab_size:,} tokens "
             f"({data.tokenizer.spec}); kernels {', '.join(own.names) or 'of PyTorch'}; compile "
             f"{compiled}")
-        batch, pieces = self.ranks.divide(s.batch_size, s.gradient_accumulation_steps)
         rows = s.batch_size * s.gradient_accumulation_steps
-        processes = "1 process" if world == 1 else f"{world} processes ({parallel})"
-        say(f"update: {batch} rows x {s.block_size} tokens x {pieces} micro-steps x {processes} "
-            f"= {rows * s.block_size:,} tokens")
+        processes = "1 process" if job.world == 1 else f"{job.world} processes ({job.parallel})"
+        say(f"update: {job.micro_rows} rows x {s.block_size} tokens x {job.micro_steps} "
+            f"micro-steps x {processes} = {rows * s.block_size:,} tokens")
         epochs = s.max_iters * rows / data.train.epoch_rows(s.block_size)
         say(f"run: {s.max_iters:,} updates, {epochs:.2f} epochs of {data.train.n_tokens:,} tokens "
             f"of {data.folder.name}, in {self.path}")
         began = self.before.get("settings", {}).get("init_from", s.init_from)
         self.about = {
             "settings": asdict(s) | {"init_from": began},  # whatever command goes on with it
-            "device": device.type, "launch": self.ranks.launch,
+            "device": device.type, "launch": job.launch,
             "dtype": machine.name_of(dtypes.products),
             "muon_dtype": dtypes.muon and machine.name_of(dtypes.muon),
             "kernels": own.names, "kernels_lost": self.kernels_lost(own),
@@ -77,7 +73,7 @@ class Report:
 
     def begin(self) -> None:
         """Write config.json and open the log and wandb."""
-        if not self.ranks.main:
+        if not self.job.main:
             return
         self.wandb = Wandb(self.s.wandb_log, self.about["settings"], self.path.name,
                            self.before.get("wandb_id"), say)
@@ -90,29 +86,29 @@ class Report:
         p = self.progress
         p.elapsed_s = time.perf_counter() - self.began
         row |= {"elapsed_s": round(p.elapsed_s, 3), "train_s": round(p.train_s, 3)}
-        if self.ranks.main:
+        if self.job.main:
             self.log.write(row)
             self.wandb.log(row)
 
     def draw(self, after: float) -> None:
         """The curve, if the last one is `after` seconds old."""
-        if self.ranks.main and time.perf_counter() - self.drawn >= after:
+        if self.job.main and time.perf_counter() - self.drawn >= after:
             draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
             self.drawn = time.perf_counter()
 
-    def conclude(self, model: GPT | None, device: torch.device) -> None:
-        """The last lines, and what the model writes; None where no process has all of it."""
-        if not self.ranks.main:
+    def conclude(self, model: GPT) -> None:
+        """The last lines, and what the model writes, where a process has all of it."""
+        if not self.job.main:
             return
         self.wandb.finish()
         p = self.progress
         p.elapsed_s = time.perf_counter() - self.began
-        for line in p.closing(self.peak_tok_s, device.type):
+        for line in p.closing(self.peak_tok_s, self.job.device.type):
             say(line)
         write_json(self.path / "config.json", self.about | {"over": True})
         best = store.pointed(self.path, "best") or store.pointed(self.path, "latest")
         say(f"checkpoint: {self.path / 'ckpt' / best}\ncurve: {self.path / 'loss.png'}")
-        if model:
+        if self.job.parallel != "fsdp":
             say(f"a sample:\n{'-' * 80}\n{self.sample(model)}\n{'-' * 80}")
         say('write more with: python sample.py --prompt "..."')
 
@@ -122,7 +118,7 @@ class Report:
         data, start, end = self.data, start_ids(self.data.tokenizer), None
         if data.kind == "instruct":
             start, end = data.val.prompt(0), data.separator
-        return write_text(model, data.tokenizer, start, end, self.s.seed)
+        return write_sample(model, data.tokenizer, start, end, self.s.seed)
 
 
 class Wandb:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from kit.device import device_of
-from kit.sampling import Choice, Sampler, TextStream
+from kit.sampling import Choice, Sampler
 from kit.writing import drafts, window
 from kit.writing.prompts import Prompt
+from kit.writing.text import TextStream
 
 
 class Row:

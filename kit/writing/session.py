@@ -16,8 +16,8 @@ import torch
 
 from kit.device import device_of
 from kit.errors import UserError
-from kit.sampling import TextStream, start_ids
 from kit.writing.rows import make_sampler
+from kit.writing.text import TextStream, start_ids
 from kit.writing.window import Window
 
 HELP = """\

@@ -20,7 +20,7 @@ DOORS = {  # room -> what of ours it may import
     "bench": ("kit", "data", "model", "extras"),
     "experiments": ("kit", "data", "model"),
 }
-COMMANDS = {"evaluate.py", "plot.py", "hf"}  # parts of kit/ that may import data
+COMMANDS = {"measure.py", "plot.py", "hf"}  # parts of kit/ that may import data
 FOLDERS = {  # folder of kit/ -> the folders of kit/ that it may import, beside the files of kit/
     "kernels": set(), "parallel": set(), "writing": {"kernels"}, "hf": {"run"},
     "run": {"kernels", "parallel", "writing"},

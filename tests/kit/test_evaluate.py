@@ -26,15 +26,8 @@ from data.making.build import prepare
 from data.prepare import resolve
 from data.tokenizer import ByteTokenizer
 from kit.errors import run as cli
-from kit.evaluate import (
-    added_in_double,
-    eval_batches,
-    evaluate,
-    evaluate_split,
-    main,
-    spell_loss,
-    spread,
-)
+from kit.evaluate import eval_batches, evaluate, spell_loss
+from kit.measure import added_in_double, evaluate_split, main, spread
 from kit.run import store
 from kit.run.locate import remember
 from model import GPT, GPTConfig
@@ -429,7 +422,7 @@ def test_progress_has_the_time_left_on_a_terminal_alone(about, capsys, monkeypat
     main([])
     assert "row" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("kit.evaluate.tqdm", partial(tqdm, mininterval=0))
+    monkeypatch.setattr("kit.measure.tqdm", partial(tqdm, mininterval=0))
     main(["--batch_size=8", "--json"])
     captured = capsys.readouterr()
     assert re.search(r"\d+/\d+ \[00:00<00:00, +[\d.]+row/s\]", captured.err)

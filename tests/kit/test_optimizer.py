@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from kit.device import without_memory
 from kit.errors import UserError
 from kit.optimizer import (
     Muon,
+    blocks_of,
     build_optimizers,
-    check_names,
     freeze,
     load_state,
     lr_factor,
@@ -21,7 +22,6 @@ from kit.optimizer import (
     split_parameters,
     state_tensors,
 )
-from kit.parallel.sharding import blocks_of
 from model import GPT, GPTConfig
 from train import TrainSettings
 
@@ -139,13 +139,13 @@ def test_what_cannot_be_frozen_is_refused(tiny, names, words):
         freeze(tiny(), names)
 
 
-def test_names_are_checked_without_a_model_of_that_size():
-    config = GPTConfig(n_layer=40, n_embd=12 * 10**6)
+def test_names_to_freeze_that_are_none():
+    model = without_memory(GPTConfig(n_layer=40, n_embd=12 * 10**6))
     for names in ("", "wte h.0 h.39 h.5.mlp.c_fc", "h.0.attn ln_f.weight"):
-        check_names(config, names)
+        freeze(model, names)
     for wrong in ("h.40", "h.5.mlpx", "lm_head", "h.0.ln_1.bias", "h.x", "h."):
         with pytest.raises(UserError, match="no parameter is called so"):
-            check_names(config, f"wte {wrong}")
+            freeze(model, f"wte {wrong}")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer, CharTokenizer
-from kit.sampling import Sampler, TextStream, start_ids
+from kit.sampling import Sampler
 from kit.topk import BLOCK, likeliest
 from kit.writing import window
+from kit.writing.text import TextStream, start_ids
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow])

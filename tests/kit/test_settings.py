@@ -681,7 +681,7 @@ def test_the_exit_code_stays_where_nobody_reads(tmp_path, error, code):
     script = tmp_path / "tool.py"
     script.write_text(f"""
 import signal, sys
-from kit.parallel.ranks import say
+from kit.job import say
 from kit.errors import UserError, run
 def main(argv):
     sys.stdin.read()  # until the readers are gone
@@ -706,7 +706,7 @@ run(main, ())
 @pytest.mark.parametrize("streams", ["1>&-", "2>&-", "1>&- 2>&-", "1>/dev/full"])
 def test_streams_that_were_closed_change_no_exit_code(tmp_path, streams):
     script = tmp_path / "tool.py"
-    script.write_text("from kit.parallel.ranks import say\nfrom kit.errors import run\n"
+    script.write_text("from kit.job import say\nfrom kit.errors import run\n"
                       "run(lambda argv: say('a line') or len(argv), ())\n")
     for flags, code in (("", 0), ("--one --two", 2)):
         done = subprocess.run(["bash", "-c", f"{sys.executable} {script} {flags} {streams}"],

@@ -18,7 +18,7 @@ from kit import checkpoint
 from kit.device import choose_dtype
 from kit.errors import UserError
 from kit.files import digest, read_json, sealed, write_json
-from kit.parallel.ranks import Ranks
+from kit.job import Job
 from kit.run import folders, store
 from kit.settings import load
 from train import ARCHITECTURE, TrainSettings
@@ -533,7 +533,7 @@ def test_torchrun_goes_on_with_the_run_that_it_began(out, tmp_path, make, save, 
                                                      overwrite, monkeypatch):
     """Else --max_restarts would throw away what was trained, or be refused."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    ours = [*Ranks().launch, "token"]
+    ours = [*Job(TrainSettings()).launch, "token"]
     path = make(tmp_path / "mine" if explicit else out / "small", "unfinished")
     out_dir = str(path) if explicit else None
 
@@ -571,13 +571,13 @@ def test_torchrun_goes_on_with_the_run_that_it_began(out, tmp_path, make, save, 
 
 def test_one_launch_is_told_from_another(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    one = Ranks().launch
-    assert Ranks().launch == one
+    one = Job(TrainSettings()).launch
+    assert Job(TrainSettings()).launch == one
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
-    assert Ranks().launch != one
+    assert Job(TrainSettings()).launch != one
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert Ranks().launch != one
+    assert Job(TrainSettings()).launch != one
 
 
 # ------------------------------------------------------------------ settings of a run that is there
@@ -596,7 +596,7 @@ def test_a_run_gives_its_own_settings_for_want_of_a_config_file(tmp_path, make, 
         assert load(TrainSettings, flags + other, "config/tiny.py", folders.settings_of).files
     nowhere = [f"--out_dir={tmp_path / 'nowhere'}"]
     assert load(TrainSettings, nowhere, "config/tiny.py", folders.settings_of).files
-    again = folders.command_to_go_on(loaded, path, Ranks())
+    again = folders.command_to_go_on(loaded, path, Job(TrainSettings()))
     assert shlex.split(again) == ["python", sys.argv[0], *flags]
     about = about_of(path)
     save(path, 20, run=about)
@@ -638,7 +638,7 @@ def test_the_printed_command_goes_on(flags, lines, tmp_path, make, claim, monkey
     s = loaded.settings
     path = make(Path(s.out_dir) if s.out_dir else tmp_path / "out" / "a config", "unfinished",
                 **asdict(s))
-    command = shlex.split(folders.command_to_go_on(loaded, path, Ranks()))
+    command = shlex.split(folders.command_to_go_on(loaded, path, Job(TrainSettings())))
     assert command[:2] == ["python", sys.argv[0]]
     if (s.init_from, s.overwrite, s.out_dir) == ("auto", False, None):
         assert command[2:] == ["a config.py", *flags]  # the very same

@@ -14,16 +14,14 @@ import torch
 from data.tokenizer import make_tokenizer
 from kit.device import Dtypes
 from kit.files import read_json
+from kit.job import Job
 from kit.kernels import Kernels
-from kit.parallel.ranks import Ranks
 from kit.progress import Progress
 from kit.run import report as module
 from kit.run.folders import Run
 from kit.run.report import Report, Wandb
 from kit.settings import CLONE
 from train import TrainSettings
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -45,13 +43,13 @@ def build(path, monkeypatch):
         train = SimpleNamespace(n_tokens=1000, epoch_rows=lambda block_size: 100)
         data = SimpleNamespace(tokenizer=tokenizer, vocab_size=257, hash="d", kind="text",
                                folder=Path("data/x"), train=train, separator=256)
-        ranks = SimpleNamespace(main=main, world=1, launch=Ranks().launch,
-                                divide=lambda b, a: (b, a))
         s = TrainSettings(**(dict(block_size=8, batch_size=4, gradient_accumulation_steps=2,
                                   max_iters=50) | settings))
+        job = Job(s)
+        job.main = main
         run = Run(path, None, resume and (path / "ckpt" / "step_000003", resume), False)
-        r = Report(s, run, data, ranks, progress or Progress())
-        r.introduce(model, CPU, Dtypes(torch.float32), own or Kernels([]), "off", "none")
+        r = Report(s, run, data, job, progress or Progress())
+        r.introduce(model, Dtypes(torch.float32), own or Kernels([]), "off")
         if begin:
             r.begin()
         return r
@@ -72,7 +70,7 @@ def test_the_first_lines_and_what_is_kept_of_them(build, tiny, path):
                   "50 updates, 4.00 epochs of 1,000 tokens of x"):
         assert words in text
     config = read_json(path / "config.json")
-    assert config["settings"]["block_size"] == 8 and config["launch"] == Ranks().launch
+    assert config["settings"]["block_size"] == 8 and config["launch"] == Job(TrainSettings()).launch
     assert (config["device"], config["dtype"], config["dataset_hash"]) == ("cpu", "float32", "d")
     assert report.about == {k: v for k, v in config.items() if k not in ("format", "seal")}
     assert config["over"] is False
@@ -102,7 +100,8 @@ def test_other_ranks_write_and_say_nothing_but_count_time(build, tiny, path):
     row = {"step": 1, "loss": 2.0}
     report.record(row)
     report.draw(0)
-    report.conclude(None, CPU)
+    report.job.parallel = "fsdp"  # no process has all of the model, so nothing is written by it
+    report.conclude(tiny(vocab_size=257))
     assert [*path.iterdir()] == [] and build.said == []
     assert report.progress.elapsed_s > 0
 
@@ -160,14 +159,16 @@ def test_the_last_lines(build, tiny, save, path):
     report = build(tiny(vocab_size=257), Progress(step=50, skipped=3, best_loss=2.0, best_bpb=2.9,
                                                   val_loss=2.1, val_bpb=3.0, best_step=40))
     build.said.clear()
-    report.conclude(None, CPU)
+    report.job.parallel = "fsdp"  # no process has all of the model, so nothing is written by it
+    report.conclude(tiny(vocab_size=257))
     text = "\n".join(build.said)
     for words in ("best: step 40, validation loss 2.0000", "3 of 50 updates were skipped",
                   "peak memory", "checkpoint: ", "curve: ", "python sample.py"):
         assert words in text
     assert "a sample" not in text  # no process has the whole model
     assert read_json(path / "config.json")["over"] is True and report.about["over"] is False
-    report.conclude(tiny(vocab_size=257), CPU)
+    report.job.parallel = "none"
+    report.conclude(tiny(vocab_size=257))
     assert any("a sample:" in line for line in build.said)
 
 

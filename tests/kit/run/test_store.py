@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from kit import checkpoint
 from kit.errors import UserError
 from kit.files import read_json, write_json
-from kit.parallel.ranks import Ranks
+from kit.job import Job
 from kit.run import store
 from kit.run.store import FILES
 from kit.settings import CLONE
 from model import GPT, GPTConfig
+from train import TrainSettings
 
 ALL = (*FILES, "state.json")
 
@@ -62,7 +63,7 @@ def newest(run: Path) -> str | None:
 
 
 def weights_of(model: GPT) -> dict[str, torch.Tensor]:
-    return Ranks().snapshot(dict(model.named_parameters()))
+    return Job(TrainSettings()).snapshot(dict(model.named_parameters()))
 
 
 # ------------------------------------------------------------------------------------ round trip
@@ -94,7 +95,8 @@ def test_folder_and_files_are_named_as_documented(run, save):
 def test_the_optimizer_comes_back_bit_for_bit(run, tiny):
     tensors = {"a.step": torch.tensor(3.0), "a.exp_avg": torch.randn(3, 4),
                "b.half": torch.randn(5).bfloat16(), "b.strided": torch.randn(4, 6).T[::2]}
-    folder = store.save(run, tiny().config, {}, Ranks().snapshot(tensors), {}, {"step": 1}, 1)
+    copies = Job(TrainSettings()).snapshot(tensors)
+    folder = store.save(run, tiny().config, {}, copies, {}, {"step": 1}, 1)
     back = checkpoint.load_tensors(folder / "optimizer.safetensors")
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[k], v) and back[k].dtype == v.dtype for k, v in tensors.items())
@@ -748,8 +750,8 @@ from model import GPT, GPTConfig
 model = GPT(GPTConfig(vocab_size=500, block_size=8, n_layer=2, n_head=2, n_embd=64))
 run = Path(sys.argv[2])
 run.mkdir(exist_ok=True)
-checkpoint.tidy(run)
-found = checkpoint.examine(run, print)
+store.tidy(run)
+found = store.examine(run, print)
 step = found[0][1]["step"] if found else 0
 weights = {n: p.detach().clone() for n, p in model.named_parameters()}
 tensors = {n + ".m": p for n, p in weights.items()}
@@ -757,7 +759,7 @@ print("ready", flush=True)
 while True:
     step += int(sys.argv[3])
     state = {"step": max(step, 1), "best_step": max(step, 1)}
-    checkpoint.save(run, model.config, weights, tensors, {"format": 1}, state, 1)
+    store.save(run, model.config, weights, tensors, {"format": 1}, state, 1)
 """
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer
 from kit.errors import UserError
-from kit.sampling import Choice, start_ids
+from kit.sampling import Choice
 from kit.writing.prompts import Prompt, parse_prompt, read_prompts
 from kit.writing.rows import Row, batches, to_json, write
+from kit.writing.text import start_ids
 from model import GPT, GPTConfig
 from sample import SampleSettings
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from data import DataError, instruct
 from data.tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
 from kit.run import store
-from kit.sampling import start_ids
 from kit.settings import CLONE
 from kit.writing import window
 from kit.writing.session import Session, Unsettled, talk
+from kit.writing.text import start_ids
 from model import GPT, GPTConfig
 from sample import SampleSettings
 

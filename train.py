@@ -30,7 +30,7 @@ from kit.evaluate import eval_batches, evaluate, spell_loss
 from kit.hf import hub
 from kit.job import Job, say, start
 from kit.progress import Progress, spell_time
-from kit.run import folders, locate, store
+from kit.run import folders, locate, moments, store
 from kit.run.failures import Interrupt, explained, is_spike, last_good
 from kit.run.report import Report
 from kit.settings import at_least, in_range, load
@@ -246,8 +246,8 @@ class Trainer:
             p.worse = 0
         p.finished = p.last_eval == p.step and self.is_finished()
         tensors = checkpoint.load_tensors(folder / "optimizer.safetensors") if folder else {}
-        optimizer.load_state(self.optimizers, self.model, self.job.broadcast(tensors),
-                             self.job.shard)
+        moments.load_state(self.optimizers, self.model, self.job.broadcast(tensors),
+                           self.job.shard)
         if state.get("scaler"):  # not where the run had another dtype
             self.scaler.load_state_dict(state["scaler"])
         say(f"going on with {self.path} from step {self.progress.step}")
@@ -394,18 +394,17 @@ class Trainer:
         with self.progress.timed("saving"):
             self.writer.wait()  # one copy at a time
             weights = self.job.snapshot(checkpoint.tensors_of(self.model))
-            state_of = optimizer.state_tensors(self.optimizers, self.model)
-            moments = self.job.snapshot(state_of)
+            state = self.job.snapshot(moments.state_tensors(self.optimizers, self.model))
             self.saved = (self.progress.step, self.progress.finished)
             if not self.job.main:
                 return
-            state = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
+            about = {**asdict(self.progress), "scaler": self.scaler.state_dict(),
                      "threads": torch.get_num_threads(), "torch": torch.__version__,
                      "run": self.report.about}
 
             def write() -> None:
-                store.save(self.path, self.model.config, weights, moments,
-                                self.data.tokenizer.to_json(), state, self.s.keep)
+                store.save(self.path, self.model.config, weights, state,
+                           self.data.tokenizer.to_json(), about, self.s.keep)
                 locate.remember(self.path)
 
             self.writer.start(write)

@@ -19,7 +19,7 @@ SABOTAGE = """
 import json, sys
 from bench import faults, victim
 from kit.run import store
-victim.train.optimizer.load_state = lambda *args: None  # goes on with new momenta
+victim.train.moments.load_state = lambda *args: None  # goes on with new momenta
 checkpoint.examine = lambda run, warn: [  # takes any checkpoint for a sound one
     (folder, json.loads((folder / "state.json").read_text()))
     for folder in checkpoint.newest_first(run)]

@@ -16,12 +16,11 @@ from kit.optimizer import (
     blocks_of,
     build_optimizers,
     freeze,
-    load_state,
     lr_factor,
     set_lr,
     split_parameters,
-    state_tensors,
 )
+from kit.run.moments import load_state, state_tensors
 from model import GPT, GPTConfig
 from train import TrainSettings
 

@@ -9,29 +9,23 @@ Prompt and text go to stdout, everything else to stderr.
 """
 
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from data import DataError
-from data.instruct import question
 from data.tokenizer import Tokenizer, from_json
-from kit import kernels
 from kit.checkpoint import load_model
 from kit.device import choose_device
 from kit.errors import UserError, plain, run
-from kit.inference import kernels_of, place
-from kit.progress import Progress
+from kit.inference import install, prepare
+from kit.progress import describe
 from kit.run.locate import find_checkpoint, find_run, same_tokenizer
-from kit.run.store import trained_with
 from kit.settings import at_least, in_range, load
-from kit.writing.drafts import MOST
 from kit.writing.prompts import Prompt, gather, is_terminal
-from kit.writing.rows import write
-from kit.writing.session import Session, talk
+from kit.writing.rows import MOST_DRAFTED, write
 from kit.writing.text import start_ids
 from model import GPT
 
@@ -78,7 +72,7 @@ class SampleSettings:
             raise UserError(f"quantize={self.quantize} and dtype={self.dtype}: give one of them")
         if "" in self.stop:
             raise UserError("stop: an empty text; leave --stop out to go on to the end")
-        in_range(self, -1, MOST + 1, "lookup")
+        in_range(self, -1, MOST_DRAFTED + 1, "lookup")
         several = self.num_samples > 1 or len(self.prompt) > 1 or self.prompts_file is not None
         if self.lookup and several and self.batch_size > 1:
             raise UserError(f"lookup={self.lookup}: writes one row at a time; add --batch_size=1")
@@ -89,7 +83,7 @@ class SampleSettings:
 
     @property
     def interactive(self) -> bool:
-        """Nothing to continue was given, and somebody sits there."""
+        """Whether nothing to continue was given and both ends are a terminal."""
         alone = not self.prompt and (self.ask, self.prompts_file, self.logprobs) == (None,) * 3
         return alone and self.num_samples == 1 and all(map(is_terminal, (sys.stdin, sys.stdout)))
 
@@ -104,74 +98,74 @@ def show(text: str) -> None:
 
 def main(argv: list[str]) -> None:
     s = load(SampleSettings, argv).settings
-    device = choose_device(s.device)
-    with kernels.install(kernels.wanted(kernels_of(s), device), note):
-        sample(s, device)
-
-
-def sample(s: SampleSettings, device: torch.device) -> None:
-    """Write what the settings ask for, or talk."""
     if s.chat and not s.interactive:
         raise UserError("chat=True: needs a terminal and no prompt; --ask= asks once")
     if s.lookup and s.interactive:
         raise UserError(f"lookup={s.lookup}: not when you write in turns; give a --prompt")
-    prompts = [] if s.interactive else gather(s, note)
-    model, tokenizer = prepare_model(s, device)
-    if s.interactive:
-        asking = partial(question, tokenizer=tokenizer) if s.chat else None
-        return talk(Session(s, model, tokenizer, show, note, asking))
-    for prompt in prompts:
-        prompt.ids = prompt_ids(s, prompt, tokenizer)
-    size = model.config.block_size
-    if long := [p for p in prompts if len(p.ids) > size]:
-        many = f" ({len(long)} such prompts)" if len(long) > 1 else ""
-        note(f"the {long[0].where} has {len(long[0].ids)} tokens, the model's context is {size}: "
-             f"it sees the newest of them{many}")
-    end = tokenizer.eot if s.ask is not None else None
-    write(model, tokenizer, prompts, s, end, show, note)
+    device = choose_device(s.device)
+    with install(s, device, note):
+        prompts = [] if s.interactive else gather(s, note)
+        model, tokenizer = open_model(s, device)
+        if s.interactive:
+            return converse(s, model, tokenizer)
+        end = tokenizer.eot if s.ask is not None else None
+        for prompt in prompts:
+            prompt.ids = prompt_ids(s, prompt, tokenizer)
+        note_long([p for p in prompts if len(p.ids) > model.config.block_size], model)
+        write(model, tokenizer, prompts, s, end, show, note)
 
 
-def prepare_model(s: SampleSettings, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """The model that is meant, on its device and in its precision, with its tokenizer."""
+def open_model(s: SampleSettings, device: torch.device) -> tuple[GPT, Tokenizer]:
+    """The model of the settings, on the device and in its precision, with its tokenizer."""
     folder = find_checkpoint(find_run(s.out_dir), s.step)
     model, tokenizer_json, state = load_model(folder)
-    tokenizer = from_json(tokenizer_json)
+    tokenizer, size = from_json(tokenizer_json), model.config.block_size
     same_tokenizer(folder, tokenizer)
-    keep, size = s.context_keep, model.config.block_size
-    if keep is not None and not 1 <= keep < size:
-        raise UserError(f"context_keep={keep}: expected 1 to {size - 1}, "
+    if s.context_keep is not None and not 1 <= s.context_keep < size:
+        raise UserError(f"context_keep={s.context_keep}: expected 1 to {size - 1}, "
                         "less than the model's context")
-    known = Progress.from_state(state)
-    loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \
-        if known.val_loss else ""
-    note(f"{folder}: step {known.step}, {loss}{model.num_params():,} parameters, "
-         f"{place(model, device, s, note, partial(quick_loss, model, state, tokenizer))} "
-         f"on {device}")
+
+    def loss() -> float | None:  # of the model as it is now, to say what rounding costs
+        from kit.measure import quick_loss
+
+        return quick_loss(model, state, tokenizer)
+
+    how = prepare(model, device, s, note, loss)
+    note(f"{folder}: {describe(state)}{model.num_params():,} parameters, {how} on {device}")
     return model, tokenizer
 
 
-def quick_loss(model: GPT, state: dict[str, Any], tokenizer: Tokenizer) -> float | None:
-    """The loss on some windows of the validation split that a run had, if it is here; seconds."""
-    from data.dataset import of_run
-    from kit.evaluate import eval_batches, evaluate
-
-    _, name, hash = trained_with(state)
-    data = of_run(hash, name, tokenizer)
-    if data is None:
-        return None
-    size = model.config.block_size
-    iters = min(32, 1 + int(2e8 / model.num_params()))  # of 1024 tokens
-    batches = eval_batches(data.val, size, max(1, 1024 // size), iters)
-    return evaluate(model, batches, data.token_byte_lengths(), data.separator, nullcontext)["loss"]
-
-
 def prompt_ids(s: SampleSettings, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a prompt; of a user's message those up to where the answer begins."""
     if s.ask is not None:
+        from data.instruct import question
+
         return question(s.ask, tokenizer)
     try:
         return tokenizer.encode(prompt.text, unknown=s.unknown) or start_ids(tokenizer)
     except DataError as e:
         raise DataError(f"{prompt.where}: {e}") from None
+
+
+def note_long(prompts: list[Prompt], model: GPT) -> None:
+    """Say of prompts beyond the model's context that it sees their end alone."""
+    if prompts:
+        many = f" ({len(prompts)} such prompts)" if len(prompts) > 1 else ""
+        note(f"the {prompts[0].where} has {len(prompts[0].ids)} tokens, the model's context is "
+             f"{model.config.block_size}: it sees the newest of them{many}")
+
+
+def converse(s: SampleSettings, model: GPT, tokenizer: Tokenizer) -> None:
+    """Write in turns with the person at the terminal."""
+    try:
+        from kit.writing.session import Session, talk
+    except ModuleNotFoundError:
+        raise UserError("writing in turns needs kit/writing/session.py; give a --prompt") from None
+    question = None
+    if s.chat:
+        from data.instruct import question
+    asking = question and partial(question, tokenizer=tokenizer)
+    talk(Session(s, model, tokenizer, show, note, asking))
 
 
 if __name__ == "__main__":

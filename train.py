@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data import DataError
 from data.dataset import Dataset
 from data.prepare import prepares_for, resolve
-from kit import checkpoint, kernels, optimizer
+from kit import checkpoint, optimizer
 from kit import device as machine
 from kit.errors import UserError, run
 from kit.evaluate import eval_batches, evaluate, spell_loss
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
 
             return evaluate_only(s, source, data, job)
         run, dtypes, wanted = folders.begin(loaded, ARCHITECTURE, data, job)
-        with kernels.install(wanted, say) as own:
+        with machine.install_kernels(wanted, say) as own:
             trainer = Trainer(s, run, source, data, dtypes, own, job)
             if run.replaces and job.main:  # --overwrite: now that all else is known to work
                 folders.clear(run.path)
@@ -201,7 +201,7 @@ class Trainer:
     """Model, optimizers, data and progress, and the loop that moves them."""
 
     def __init__(self, s: TrainSettings, run: folders.Run, source: Path | None, data: Dataset,
-                 dtypes: machine.Dtypes, own: kernels.Kernels, job: Job):
+                 dtypes: machine.Dtypes, own: machine.Kernels, job: Job):
         self.s, self.path, self.data, self.job = s, run.path, data, job
         self.rows = s.batch_size * s.gradient_accumulation_steps  # of an update
         self.autocast = partial(machine.autocast, job.device, dtypes.products)

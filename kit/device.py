@@ -148,6 +148,39 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device | str = "cpu", n: in
     return time.perf_counter() - start
 
 
+class Kernels(nullcontext):
+    """PyTorch's kernels alone: the handle of kit.kernels where none of its own are in place."""
+
+    wanted: tuple[str, ...] = ()  # names of our own that were asked for
+    names: tuple[str, ...] = ()  # of these the ones in place
+
+    def take_loss(self, model: GPT) -> None:
+        """Give a model a faster loss, if that computes its own."""
+
+    def drop(self, name: str, model: GPT | None = None) -> None:
+        """Bring PyTorch's kernel back in the place of one of ours."""
+
+
+def wanted_kernels(setting: str, device: torch.device) -> list[str]:
+    """The names of our own kernels that `kernels` asks for; none without the folder kit/kernels."""
+    if setting == "torch":
+        return []
+    try:
+        from kit.kernels import wanted
+    except ModuleNotFoundError:
+        return []
+    return wanted(device)
+
+
+def install_kernels(names: list[str], note: Callable[[str], None]) -> Kernels:
+    """Put our own kernels in the place of PyTorch's until the end of `with`."""
+    if not names:
+        return Kernels()
+    from kit.kernels import install
+
+    return install(names, note)
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where the parameters of a model are."""
     return next(model.parameters()).device

@@ -1,27 +1,39 @@
 """Where a trained model runs, and in how many bits."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, Protocol
 
 import torch
 
-from kit.device import DTYPES, fast_dtype, name_of
+from kit.device import DTYPES, Kernels, fast_dtype, install_kernels, name_of, wanted_kernels
 from kit.errors import UserError
-from kit.kernels import fast, native
-from kit.kernels.leaves import round_linears
 from kit.writing.recompute import astray, settle
 from model import GPT
 
 
-def kernels_of(s: Any) -> str:
+class Settings(Protocol):
+    """What is read of the settings of sample.py and extras.serve, which explain them."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    quantize: Literal["none", "int8", "int4"]
+    kernels: Literal["auto", "torch"]
+    compile: Literal["auto"] | bool
+
+
+def kernels_of(s: Settings) -> str:
     """The setting `kernels`; compile=False, as it was once called, means torch."""
     if s.compile is True and s.kernels == "torch":
         raise UserError("compile=True and kernels=torch: give one of them")
     return "torch" if s.compile is False else s.kernels
 
 
-def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
-          loss: Callable[[], float | None] = lambda: None) -> str:
+def install(s: Settings, device: torch.device, note: Callable[[str], None]) -> Kernels:
+    """Until the end of `with`, the kernels that the settings mean."""
+    return install_kernels(wanted_kernels(kernels_of(s), device), note)
+
+
+def prepare(model: GPT, device: torch.device, s: Settings, note: Callable[[str], None],
+            loss: Callable[[], float | None] = lambda: None) -> str:
     """Move a model to the device, in the precision that s.dtype, s.quantize and s.kernels mean.
 
     Returns what that is. loss: that of the model as it is, to tell what rounding costs.
@@ -33,25 +45,33 @@ def place(model: GPT, device: torch.device, s: Any, note: Callable[[str], None],
                             f"not {device.type}, and without --dtype=float16")
         model.to(device, fast_dtype(device) if s.dtype == "auto" else DTYPES[s.dtype]).eval()
         return name_of(next(model.parameters()).dtype) + settle(model, why)
-    large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
-    asked = s.quantize if s.quantize != "none" else s.dtype
-    auto = kernels_of(s) == "auto"
-    weights = asked if asked != "auto" else "bfloat16" if large and auto else "float32"
     before = loss() if s.quantize != "none" else None
-    if not auto or s.quantize == "none" and not large and native.build_aside():
-        how = plain(model, weights)  # where it is built aside, 3 s: for the next text
-    else:
-        how = fast(model, weights, asked=asked != "auto", exact=not large, unlike=why)
-    how += settle(model, why)
+    how = on_cpu(model, s, why) + settle(model, why)
     if before and (after := loss()):
         note(f"{s.quantize}: loss {after:.4f} on a part of the validation split, in float32 "
              f"{before:.4f}: {100 * (after / before - 1):+.2f} %")
     return how
 
 
-def plain(model: GPT, weights: str) -> str:
-    """The model as model.py has it, by PyTorch's kernels; fewer bits only round its weights."""
+def on_cpu(model: GPT, s: Settings, unlike: str) -> str:
+    """Make a model on the CPU as fast as kit/kernels can; PyTorch's kernels only round its weights.
+
+    unlike: why it is known beforehand that native code does not compute this model.
+    """
+    asked = s.quantize if s.quantize != "none" else s.dtype
     model.eval()
+    try:
+        own = bool(wanted_kernels(kernels_of(s), torch.device("cpu")))
+        if own or asked not in ("auto", "float32"):
+            from kit import kernels
+    except ModuleNotFoundError:
+        raise UserError(f"{asked}: rounding weights on the CPU needs the folder kit/kernels"
+                        ) from None
+    large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
+    weights = asked if asked != "auto" else "bfloat16" if large and own else "float32"
+    # where code is built aside, 3 s, it is for the next text
+    if own and not (s.quantize == "none" and not large and kernels.native.build_aside()):
+        return kernels.fast(model, weights, asked=asked != "auto", exact=not large, unlike=unlike)
     if weights != "float32":
-        round_linears(model, weights)
+        kernels.leaves.round_linears(model, weights)
     return f"weights in {weights}, PyTorch's kernels"

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,27 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kit.checkpoint import load_model, load_weights
-from kit.device import DTYPES, autocast, choose_device, choose_dtype, name_of, prepare_device
+from kit.device import (
+    DTYPES,
+    autocast,
+    choose_device,
+    choose_dtype,
+    install_kernels,
+    name_of,
+    prepare_device,
+    wanted_kernels,
+)
 from kit.errors import UserError, plain
 from kit.evaluate import Batch, eval_batches, evaluate, spell_loss
 from kit.job import Job, say
-from kit.kernels import install, wanted
 from kit.run.locate import WORDS, find_checkpoint, find_run, same_tokenizer
 from kit.run.store import WEIGHTS, check, trained_with
+from kit.writing.text import Tokenizer
 from model import GPT
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def evaluate_only(s: Any, source: Path | None, data: Any, job: Job) -> int:
@@ -40,7 +53,7 @@ def evaluate_only(s: Any, source: Path | None, data: Any, job: Job) -> int:
                            job.rank, job.world)
     dtype = DTYPES[job.on_main(
         lambda: name_of(choose_dtype(s.dtype, job.device, state.get("run"))))]
-    with install(wanted(s.kernels, job.device), say) as own:
+    with install_kernels(wanted_kernels(s.kernels, job.device), say) as own:
         own.take_loss(model)
         result = evaluate(model.to(job.device), batches, data.token_byte_lengths(),
                           data.separator, partial(autocast, job.device, dtype), add=job.sum)
@@ -103,7 +116,6 @@ def open_data(dataset: str | None, folder: Path, state: dict[str, Any]) -> tuple
     started = own and settings.get("init_from", "auto") in WORDS  # so with the usual tokenizer
     if tokenizer is None and not started and prepares_for(dataset, folder / "tokenizer.json"):
         tokenizer = str(folder / "tokenizer.json")
-    note = partial(print, file=sys.stderr)
     long = "truncate" if settings.get("long_samples") == "truncate" else "drop"
     at = prepared(hash, name) if own else None  # its text may be gone
     data = Dataset(at or resolve(dataset, tokenizer, note), tokenizer, long=long)
@@ -169,7 +181,7 @@ def measure(args: Any) -> dict[str, Any]:
         print(split.report(block_size, rows), file=sys.stderr)
     if device.type == "cpu" or dtype != torch.float32:  # on a GPU it would also allow TF32
         prepare_device(device)
-    with install(wanted(args.kernels, device), partial(print, file=sys.stderr)) as own:
+    with install_kernels(wanted_kernels(args.kernels, device), note) as own:
         own.take_loss(model)
         result = evaluate_split(model.to(device), data, split, block_size, batch_size,
                                 partial(autocast, device, dtype))
@@ -180,3 +192,17 @@ def measure(args: Any) -> dict[str, Any]:
     return {"checkpoint": str(folder), "step": state["step"], "dataset": dataset,
             "split": args.split, **figures, "block_size": block_size, "dtype": name_of(dtype),
             "device": str(device)}
+
+
+def quick_loss(model: GPT, state: dict[str, Any], tokenizer: Tokenizer) -> float | None:
+    """The loss on some windows of the validation split of a run, if that is here; seconds."""
+    from data.dataset import of_run
+
+    _, name, hash = trained_with(state)
+    data = of_run(hash, name, tokenizer)
+    if data is None:
+        return None
+    size = model.config.block_size
+    iters = min(32, 1 + int(2e8 / model.num_params()))  # of 1024 tokens
+    batches = eval_batches(data.val, size, max(1, 1024 // size), iters)
+    return evaluate(model, batches, data.token_byte_lengths(), data.separator, nullcontext)["loss"]

@@ -103,6 +103,14 @@ class Progress:
         yield f"peak memory {peak_memory(device_type) / 2**20:,.0f} MiB"
 
 
+def describe(state: dict[str, Any]) -> str:
+    """'step 100, validation loss 2.1000, 3.0000 bits per byte, ' of a checkpoint's state."""
+    p = Progress.from_state(state)
+    loss = f"validation loss {p.val_loss:.4f}, {p.val_bpb or 0:.4f} bits per byte, " \
+        if p.val_loss else ""
+    return f"step {p.step}, {loss}"
+
+
 class Log:
     """log.jsonl, one JSON object a line, the first with the format version.
 

@@ -19,13 +19,11 @@ from typing import Any, Literal
 import torch
 
 from data.tokenizer import Tokenizer, from_json
-from kit import kernels
 from kit.checkpoint import load_model
 from kit.device import choose_device
 from kit.errors import UserError, plain
-from kit.inference import kernels_of, place
-from kit.kernels import native
-from kit.progress import Progress
+from kit.inference import install, kernels_of, prepare
+from kit.progress import describe
 from kit.run.locate import find_checkpoint, find_run, same_tokenizer
 from kit.settings import at_least, load
 from model import GPT
@@ -79,7 +77,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{e.name} is not installed: pip install -r extras/requirements.txt"
                         ) from None
     device = choose_device(s.device)
-    with (kernels.install(kernels.wanted(kernels_of(s), device), note),
+    with (install(s, device, note),
           listen(s.host, s.port) as sock):  # before the model: a mistake here is told at once
         model, tokenizer, name = open_model(s, device)
         engine = Engine(model, tokenizer, s.max_concurrent, s.max_waiting)
@@ -110,12 +108,11 @@ def open_model(s: ServeSettings, device: torch.device) -> tuple[GPT, Tokenizer, 
     tokenizer = from_json(tokenizer_json)
     same_tokenizer(folder, tokenizer)
     if device.type == "cpu" and kernels_of(s) == "auto":
-        native.library()  # a server has the 3 s to compile it, so that `place` finds it
-    known = Progress.from_state(state)
-    loss = f"validation loss {known.val_loss:.4f}, {known.val_bpb or 0:.4f} bits per byte, " \
-        if known.val_loss else ""
-    note(f"{folder}: step {known.step}, {loss}{model.num_params():,} parameters, "
-         f"{place(model, device, s, note)} on {device}")
+        from kit.kernels import native
+
+        native.library()  # a server has the 3 s to compile it, so that `prepare` finds it
+    how = prepare(model, device, s, note)
+    note(f"{folder}: {describe(state)}{model.num_params():,} parameters, {how} on {device}")
     return model, tokenizer, name_of(folder)
 
 

@@ -7,8 +7,8 @@ operators            kernels under operators of PyTorch, and a loss, for trainin
 speed                what a script calls: makes a model fast, and says what it did
 """
 
-from kit.kernels.leaves import FEW
+from kit.kernels import leaves, native
 from kit.kernels.operators import Kernels, install, wanted
 from kit.kernels.speed import fast
 
-__all__ = ["FEW", "Kernels", "fast", "install", "wanted"]
+__all__ = ["Kernels", "fast", "install", "leaves", "native", "wanted"]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kit.device
 from kit.device import device_of
 from model import GPT
 
@@ -76,14 +77,12 @@ OPERATORS: dict[str, tuple[str, Callable]] = {  # our name -> PyTorch's, and wha
 LOSS = "loss"  # taken by a model, not put under an operator: see Kernels.take_loss
 
 
-def wanted(setting: str, device: torch.device) -> list[str]:
-    """The names of what the setting `kernels` asks for; operators are replaced on a CPU alone."""
-    if setting == "torch":
-        return []
+def wanted(device: torch.device) -> list[str]:
+    """The names of all kernels for a device; operators are replaced on a CPU alone."""
     return [*(OPERATORS if device.type == "cpu" else ()), LOSS]
 
 
-class Kernels:
+class Kernels(kit.device.Kernels):
     """What `install` put in the place of PyTorch's; `restore`, or the end of `with`, undoes it."""
 
     def __init__(self, names: Iterable[str]) -> None:

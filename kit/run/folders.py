@@ -13,11 +13,10 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 from kit.checkpoint import refuse_lie
-from kit.device import DTYPES, Dtypes, choose_dtype, muon_dtype, name_of
+from kit.device import DTYPES, Dtypes, choose_dtype, muon_dtype, name_of, wanted_kernels
 from kit.errors import UserError
 from kit.files import hide, read_json, remove
 from kit.job import Job, say
-from kit.kernels import wanted
 from kit.run import store
 from kit.run.locate import WORDS, out_root, same_place, same_tokenizer, settings_in
 from kit.settings import Loaded, Say
@@ -54,7 +53,7 @@ def begin(loaded: Loaded, fixed: set[str], data: Any, job: Job
             check_resume(run, s, fixed, data, say)
             refuse_lie(s.model_config(data.vocab_size), run.resume[0] / "model.safetensors")
             saved = config_of(run)
-        kernels = wanted(s.kernels, device)
+        kernels = wanted_kernels(s.kernels, device)
         if saved and saved["device"] == device.type and saved["settings"].get(
                 "kernels", "auto") == s.kernels:
             kernels = [n for n in kernels if n in saved.get("kernels", kernels)]

@@ -11,7 +11,6 @@ from typing import Any
 from kit import device as machine
 from kit.files import write_json
 from kit.job import Job, say
-from kit.kernels import Kernels
 from kit.progress import Log, Progress, draw_loss
 from kit.run import store
 from kit.run.folders import Run
@@ -32,7 +31,8 @@ class Report:
         self.peak_tok_s = math.inf
         self.about: dict[str, Any] = {}  # what config.json holds, and each checkpoint too
 
-    def introduce(self, model: GPT, dtypes: machine.Dtypes, own: Kernels, compiled: str) -> None:
+    def introduce(self, model: GPT, dtypes: machine.Dtypes, own: machine.Kernels,
+                  compiled: str) -> None:
         """The first lines. Nothing is written before `begin`."""
         if not self.job.main:
             return
@@ -58,10 +58,10 @@ class Report:
             "device": device.type, "launch": job.launch,
             "dtype": machine.name_of(dtypes.products),
             "muon_dtype": dtypes.muon and machine.name_of(dtypes.muon),
-            "kernels": own.names, "kernels_lost": self.kernels_lost(own),
+            "kernels": [*own.names], "kernels_lost": self.kernels_lost(own),
             "dataset_hash": data.hash, "over": False}
 
-    def kernels_lost(self, own: Kernels) -> list[dict[str, Any]]:
+    def kernels_lost(self, own: machine.Kernels) -> list[dict[str, Any]]:
         """What the run had before and has not any more, with the steps; a new loss is said."""
         known = self.before.get("kernels_lost") or []
         lost = [n for n in self.before.get("kernels", ()) if n in own.wanted and n not in own.names]

@@ -16,11 +16,9 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from kit.kernels import FEW
+from kit.writing.rows import MOST_DRAFTED as MOST
 from kit.writing.window import Window
 from model import GPT
-
-MOST = FEW - 1  # tokens of a draft: with the one before it, what one step of native code takes
 
 
 class Draft:

@@ -12,9 +12,11 @@ import torch
 
 from kit.device import device_of
 from kit.sampling import Choice, Sampler
-from kit.writing import drafts, window
+from kit.writing import window
 from kit.writing.prompts import Prompt
 from kit.writing.text import TextStream
+
+MOST_DRAFTED = 31  # tokens; with the one before them, what one step of kit/kernels takes
 
 
 class Row:
@@ -85,6 +87,8 @@ def write_batch(model: Any, tokenizer: Any, rows: list[Row], s: Any) -> Iterator
     for row, ids in zip(idx, prompts, strict=True):
         row[: len(ids)] = torch.tensor(ids)
     if s.lookup and len(rows) == 1:
+        from kit.writing import drafts
+
         steps = drafts.steps(model, idx.to(device), rows[0].limit, sampler, lookup=s.lookup,
                              context_keep=s.context_keep)
     else:

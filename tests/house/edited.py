@@ -45,7 +45,7 @@ def compare(edited: str, same: bool, kinds: list[str]) -> dict[str, Any]:
 
     assert Path(model.__file__).parent == Path(edited)
     from kit.errors import UserError
-    from kit.inference import place
+    from kit.inference import prepare
     from kit.kernels import native
 
     native.library()  # compiled now, if it is not yet
@@ -60,7 +60,7 @@ def compare(edited: str, same: bool, kinds: list[str]) -> dict[str, Any]:
             wrong += [f"a dull text: {ids}" for ids, _ in plain if len(set(ids)) < 4]
         quick = build(model)
         try:
-            said[kind] = place(quick, torch.device("cpu"), settings_for(kind), print)
+            said[kind] = prepare(quick, torch.device("cpu"), settings_for(kind), print)
         except UserError as e:
             said[kind], failed[kind] = str(e), [f"refused: {e}"]
             continue

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kit.errors import UserError
-from kit.inference import place
+from kit.inference import prepare
 from kit.kernels import native
 from kit.kernels.leaves import NativeLinear, round_linears
 from kit.writing.recompute import astray, settle
@@ -84,7 +84,7 @@ def test_what_a_cache_cannot_follow_writes_each_token_from_the_whole_text(tiny, 
         for p in model.parameters():
             p.mul_(8)
     plain = copy.deepcopy(model).eval()
-    said = place(model, CPU, Settings(kernels=kernels), pytest.fail)
+    said = prepare(model, CPU, Settings(kernels=kernels), pytest.fail)
     assert ", each token from the whole text, which is slower: " in said and "\n" not in said
     lengths, idx = torch.tensor([1, 5, 3]), torch.randint(11, (3, 5))
     rows = list(steps(model, idx, 20, lambda logits: logits.argmax(-1), lengths=lengths))
@@ -118,7 +118,7 @@ def test_a_model_that_is_as_it_was_is_left_alone(tiny):
 def test_without_own_kernels_it_is_the_plain_model_with_rounded_weights(
         tiny, compile, kernels, options):
     model, wanted = tiny(), tiny()
-    said = place(model, CPU, Settings(**options, compile=compile, kernels=kernels), pytest.fail)
+    said = prepare(model, CPU, Settings(**options, compile=compile, kernels=kernels), pytest.fail)
     weights = options.get("quantize") or options["dtype"]
     assert said == f"weights in {weights}, PyTorch's kernels"
     round_linears(wanted, weights)
@@ -129,21 +129,21 @@ def test_without_own_kernels_it_is_the_plain_model_with_rounded_weights(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_alone_lead_nothing_astray(tiny, dtype):
-    assert "whole text" not in place(tiny(), CPU, Settings(dtype=dtype), pytest.fail)
+    assert "whole text" not in prepare(tiny(), CPU, Settings(dtype=dtype), pytest.fail)
 
 
 def test_compile_and_kernels_that_fight_are_refused(tiny):
     with pytest.raises(UserError, match="compile=True and kernels=torch"):
-        place(tiny(), CPU, Settings(compile=True, kernels="torch"), pytest.fail)
+        prepare(tiny(), CPU, Settings(compile=True, kernels="torch"), pytest.fail)
 
 
 @pytest.mark.skipif(CODE is None, reason=WHY)
 def test_an_edited_model_is_said_once_and_holds_fewer_bits_if_asked(tiny):
     model = Scaled(tiny(n_embd=32).config)
-    assert "by model.py alone" in place(model, CPU, Settings(), pytest.fail)
+    assert "by model.py alone" in prepare(model, CPU, Settings(), pytest.fail)
     assert not any(isinstance(m, NativeLinear) for m in model.modules())
     model = Scaled(tiny(n_embd=32).config)
-    said = place(model, CPU, Settings(quantize="int8"), pytest.fail)
+    said = prepare(model, CPU, Settings(quantize="int8"), pytest.fail)
     assert "weights in int8, by model.py alone" in said
     assert sum(isinstance(m, NativeLinear) for m in model.modules()) == 9
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kit.kernels import FEW, fast, native
-from kit.kernels.leaves import NativeLinear, round_linears
+from kit.kernels import fast, native
+from kit.kernels.leaves import FEW, NativeLinear, round_linears
 from kit.kernels.quantize import integers, pack, unpack
 from kit.kernels.step import Step
 from kit.sampling import Sampler

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer
-from kit.kernels import FEW, fast, native
+from kit.kernels import fast, native
+from kit.kernels.leaves import FEW
 from kit.sampling import Sampler
 from kit.writing import drafts, window
 from kit.writing.drafts import MOST, Draft

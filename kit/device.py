@@ -148,7 +148,7 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device | str = "cpu", n: in
     return time.perf_counter() - start
 
 
-class Kernels(nullcontext):
+class Kernels(AbstractContextManager):
     """PyTorch's kernels alone: the handle of kit.kernels where none of its own are in place."""
 
     wanted: tuple[str, ...] = ()  # names of our own that were asked for
@@ -159,6 +159,9 @@ class Kernels(nullcontext):
 
     def drop(self, name: str, model: GPT | None = None) -> None:
         """Bring PyTorch's kernel back in the place of one of ours."""
+
+    def __exit__(self, *error: object) -> None:
+        """Bring all of PyTorch's back."""
 
 
 def wanted_kernels(setting: str, device: torch.device) -> list[str]:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import utils
-from tqdm import tqdm
 
 from data import DataError
 from data.dataset import Dataset
@@ -26,9 +25,10 @@ from data.prepare import prepares_for, resolve
 from kit import checkpoint, optimizer
 from kit import device as machine
 from kit.errors import UserError, run
-from kit.evaluate import eval_batches, evaluate, spell_loss
+from kit.evaluate import eval_batches, evaluate
+from kit.finetune import freeze
 from kit.job import Job, say, start
-from kit.progress import Progress, spell_time
+from kit.progress import Progress
 from kit.run import folders, locate, moments, store
 from kit.run.failures import Interrupt, explained, is_spike, last_good
 from kit.run.report import Report
@@ -227,7 +227,7 @@ class Trainer:
             folder = run.resume[0] if run.resume else source  # of a run, only rank 0 has it
             job.on_main(lambda: checkpoint.load_weights(
                 self.model, folder / "model.safetensors", s.extend_positions, crop=not run.resume))
-        optimizer.freeze(self.model, s.freeze)
+        freeze(self.model, s.freeze)
         own.take_loss(self.model)
         for name in own.wanted:  # what one rank lacks, none has
             if job.max(name not in own.names):
@@ -264,44 +264,25 @@ class Trainer:
 
     def loop(self) -> None:
         """Update, log, evaluate and save until the run is finished or interrupted."""
-        s, p = self.s, self.progress
-        bar = tqdm(total=s.max_iters, initial=p.step, unit="update", smoothing=0.05,
-                   disable=None if self.job.main else True)
-        first, mark = p.step, (time.perf_counter(), p.tokens)
+        s, p, job = self.s, self.progress, self.job
         while True:
             due = p.step > 0 and (p.step % s.eval_interval == 0 or p.step >= s.max_iters)
             if due and p.last_eval != p.step:
                 try:
                     self.evaluate()
                 except (OSError, MemoryError, RuntimeError):
-                    if self.job.world == 1:  # what was trained is not lost with it
+                    if job.world == 1:  # what was trained is not lost with it
                         self.save()
                     raise
-                mark = time.perf_counter(), p.tokens
             p.finished = p.finished or (p.step >= s.max_iters and p.last_eval == p.step)
-            self.signal = self.job.max(self.interrupt.signal)
+            self.signal = job.max(self.interrupt.signal)
             if p.finished or self.signal:
                 break
-            began = time.perf_counter()
-            row = self.update()
-            p.train_s += time.perf_counter() - began
-            if p.step % s.log_interval == 0:
-                tok_s = (p.tokens - mark[1]) / (time.perf_counter() - mark[0])
-                mark = time.perf_counter(), p.tokens
-                row |= {"tok_s": round(tok_s, 1), "mfu": round(tok_s / self.report.peak_tok_s, 4)}
-                self.report.record(row)
-                val = f"{p.val_loss:.3f}" if p.val_loss else "-"
-                bar.set_postfix(loss=f"{row['loss']:.3f}", val=val, tok_s=int(tok_s), refresh=False)
-            bar.update()
+            self.report.updated(self.update())
             self.writer.wait(block=False)  # only to hear of a full disk
-            if p.step == first + 5:  # the first updates are slow
-                warm = p.train_s
-            if p.step == first + 15:
-                left = (p.train_s - warm) / 10 * (s.max_iters - p.step)
-                say(f"about {spell_time(left)} of training left")
-        bar.close()
+        self.report.bar.close()
         if self.saved != (p.step, p.finished):
-            weights = (self.job.whole(w.detach().sum()) for w in self.model.parameters())
+            weights = (job.whole(w.detach().sum()) for w in self.model.parameters())
             if not all(w.isfinite() for w in weights):
                 self.give_up(p.step, "the weights are not finite")
             self.save()
@@ -318,7 +299,7 @@ class Trainer:
 
     def update(self) -> dict[str, Any]:
         """One update of batch_size x gradient_accumulation_steps rows -> its line of the log."""
-        s, p, job = self.s, self.progress, self.job
+        s, p, job, began = self.s, self.progress, self.job, time.perf_counter()
         factor = optimizer.set_lr(self.optimizers, p.step, s)
         with p.timed("data"):
             batches = self.ahead[1] if self.ahead[0] == p.rows else self.batches(p.rows)
@@ -357,6 +338,7 @@ class Trainer:
                 o.zero_grad(set_to_none=True)
             self.scaler.update()
         p.step, p.rows, p.tokens = p.step + 1, ahead, p.tokens + int(tokens)
+        p.train_s += time.perf_counter() - began
         return {"step": p.step, "tokens": p.tokens, "loss": loss, "lr": s.learning_rate * factor,
                 "grad_norm": grad_norm} | ({"skipped": True} if skip else {})
 
@@ -386,10 +368,7 @@ class Trainer:
         else:
             p.worse += 1
         p.finished = self.is_finished()
-        self.report.record({"step": p.step, "tokens": p.tokens, "val_loss": p.val_loss,
-                            "val_bpb": p.val_bpb})
-        best = "best so far, " if is_best else ""
-        say(f"step {p.step:,}: {spell_loss(result)}, {best}{spell_time(p.elapsed_s)}")
+        self.report.evaluated(result, is_best)
         if s.always_save_checkpoint or is_best or p.finished:
             self.save()
         self.report.draw(30)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from kit.device import device_of
 from kit.errors import UserError
+from kit.finetune import depth_factors
 from model import GPT
 
 
@@ -33,29 +34,6 @@ class Settings(Protocol):
     max_iters: int
 
 
-def freeze(model: GPT, names: str) -> None:
-    """Stop training the parameters that are called one of `names`, or begin with it and a dot.
-
-    names: apart by spaces, as "wte wpe h.0". UserError for one that is none, or if none is left.
-    """
-    named = dict(model.named_parameters())  # a tied head is wte
-    for name in names.split():
-        for p in called(name, named):
-            p.requires_grad_(False)
-    if not any(p.requires_grad for p in named.values()):
-        raise UserError(f"freeze={names}: leaves nothing to train")
-
-
-def called(name: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that a name means; UserError if there are none."""
-    found = [p for n, p in named.items() if f"{n}.".startswith(f"{name}.")]
-    if not found:
-        known = sorted({".".join(n.split(".")[: 2 if n[0] == "h" else 1]) for n in named})
-        raise UserError(f"freeze={name}: no parameter is called so; there are "
-                        f"{', '.join(known)} and their parts, such as {max(named)}")
-    return found
-
-
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model: what its lists of modules hold, in order, wherever it keeps them."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
@@ -74,20 +52,6 @@ def split_parameters(model: GPT) -> tuple[list[nn.Parameter], ...]:
     hidden = [p for p in trained if p.ndim == 2 and p in inside]
     vectors = [p for p in trained if p.ndim < 2]
     return hidden, [p for p in trained if p.ndim >= 2 and p not in {*hidden}], vectors
-
-
-def depth_factors(model: GPT, decay: float) -> dict[nn.Parameter, float]:
-    """The share of the learning rate that each parameter gets: `decay` a block below the top.
-
-    The final norm and an untied head have all of it, the last block decay, the embeddings decay **
-    (n_layer + 1) (ULMFiT, arXiv 1801.06146; in this form BEiT's).
-    """
-    blocks = blocks_of(model)
-    depth = {p: i for i, block in enumerate(blocks, 1) for p in block.parameters()}
-    for table in (m for m in model.modules() if isinstance(m, nn.Embedding)):
-        depth = dict.fromkeys(table.parameters(), 0) | depth  # those of no block
-    top = len(blocks) + 1
-    return {p: decay ** (top - depth.get(p, top)) for p in model.parameters()}
 
 
 class Muon(torch.optim.Muon):
@@ -168,7 +132,7 @@ def build_optimizers(model: GPT, s: Settings, muon_dtype: torch.dtype | None = N
     if s.optimizer == "muon" and not blocks_of(model):
         raise UserError("optimizer=muon: trains the matrices of layers, and this model.py has no "
                         "nn.ModuleList of layers; take adamw")
-    factors = depth_factors(model, s.layer_lr_decay)
+    factors = depth_factors(model, blocks_of(model), s.layer_lr_decay)
 
     def groups(params: list[nn.Parameter], lr: float, **options: Any) -> list[dict[str, Any]]:
         return [{"params": [p for p in params if factors[p] == f], "lr": lr * f, **options}

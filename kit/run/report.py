@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from tqdm import tqdm
+
 from kit import device as machine
+from kit.evaluate import spell_loss
 from kit.files import write_json
 from kit.job import Job, say
-from kit.progress import Log, Progress, draw_loss
+from kit.progress import Log, Progress, draw_loss, spell_time
 from kit.run import store
 from kit.run.folders import Run
 from kit.writing.recompute import settle
@@ -72,14 +75,47 @@ class Report:
         return [*known, {"step": self.progress.step, "kernels": lost}]
 
     def begin(self) -> None:
-        """Write config.json and open the log and wandb."""
-        if not self.job.main:
+        """Write config.json; open the log, wandb and the bar."""
+        p, main = self.progress, self.job.main
+        self.first, self.mark = p.step, (p.train_s, p.tokens)
+        self.bar = tqdm(total=self.s.max_iters, initial=p.step, unit="update", smoothing=0.05,
+                        disable=None if main else True)
+        if not main:
             return
         self.wandb = Wandb(self.s.wandb_log, self.about["settings"], self.path.name,
                            self.before.get("wandb_id"), say)
         self.about |= {"wandb_id": self.wandb.id}
         write_json(self.path / "config.json", self.about)
-        self.log = Log(self.path / "log.jsonl", self.progress.step, self.progress.last_eval)
+        self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
+
+    def updated(self, row: dict[str, Any]) -> None:
+        """A line of the log every log_interval updates; the bar; the time left, once that is known.
+
+        row: what Trainer.update returns.
+        """
+        s, p = self.s, self.progress
+        if p.step % s.log_interval == 0:
+            tok_s = (p.tokens - self.mark[1]) / (p.train_s - self.mark[0])
+            self.mark = p.train_s, p.tokens
+            row |= {"tok_s": round(tok_s, 1), "mfu": round(tok_s / self.peak_tok_s, 4)}
+            self.record(row)
+            val = f"{p.val_loss:.3f}" if p.val_loss else "-"
+            self.bar.set_postfix(loss=f"{row['loss']:.3f}", val=val, tok_s=int(tok_s),
+                                 refresh=False)
+        self.bar.update()
+        if p.step == self.first + 5:  # the first updates are slow
+            self.warm = p.train_s
+        if p.step == self.first + 15:
+            left = (p.train_s - self.warm) / 10 * (s.max_iters - p.step)
+            say(f"about {spell_time(left)} of training left")
+
+    def evaluated(self, result: dict[str, float], is_best: bool) -> None:
+        """A line of the log and one for the person, of what kit.evaluate.evaluate returned."""
+        p = self.progress
+        self.record({"step": p.step, "tokens": p.tokens, "val_loss": p.val_loss,
+                     "val_bpb": p.val_bpb})
+        best = "best so far, " if is_best else ""
+        say(f"step {p.step:,}: {spell_loss(result)}, {best}{spell_time(p.elapsed_s)}")
 
     def record(self, row: dict[str, Any]) -> None:
         """A line of the log."""

@@ -11,11 +11,11 @@ from torch import nn
 
 from kit.device import without_memory
 from kit.errors import UserError
+from kit.finetune import freeze
 from kit.optimizer import (
     Muon,
     blocks_of,
     build_optimizers,
-    freeze,
     lr_factor,
     set_lr,
     split_parameters,

@@ -156,28 +156,28 @@ from kit.run.locate import find_checkpoint
 from model import GPT
 
 base, tuned = (find_checkpoint(Path("out") / name) for name in ("base", "lora"))
-before, after = (loading.load_tensors(f / "model.safetensors") for f in (base, tuned))
+before, after = (checkpoint.load_tensors(f / "model.safetensors") for f in (base, tuned))
 assert {n for n in after if "lora_" not in n} == before.keys()
 assert all(torch.equal(before[n], after[n]) for n in before)  # only A and B were trained
 assert all(after[n].abs().max() > 0 for n in after if n.endswith("lora_b"))
 assert sum("lora_" in n for n in after) == 2 * 4 * 2
 
-x = torch.randint(0, loading.load_config(base).vocab_size, (4, 16))
-plain, _, _ = loading.load_model(base)
+x = torch.randint(0, checkpoint.load_config(base).vocab_size, (4, 16))
+plain, _, _ = checkpoint.load_model(base)
 model = GPT(plain.config)
-loading.load_weights(model, base / "model.safetensors")
+checkpoint.load_weights(model, base / "model.safetensors")
 lora.add(model, 4, 8.0)
 trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 with torch.no_grad():
     assert torch.equal(model(x), plain(x))  # before the first update
-    loading.load_weights(model, tuned / "model.safetensors")
-    merged, _, _ = loading.load_model(Path("out/merged"))
+    checkpoint.load_weights(model, tuned / "model.safetensors")
+    merged, _, _ = checkpoint.load_model(Path("out/merged"))
     assert torch.allclose(merged(x), model(x), atol=1e-5, rtol=0)
     assert (merged(x) - plain(x)).abs().max() > 0.01
 print(f"{trained:,} of {model.num_params():,} parameters, told twice")
 evaluate(["out/merged", "--dataset=other.txt"])
 try:
-    loading.load_model(tuned)
+    checkpoint.load_model(tuned)
 except Exception as e:
     print("refused:", e)
 import train
@@ -280,9 +280,9 @@ from kit.run import store
 from kit import checkpoint
 from kit.optimizer import Lion
 
-assert checkpoint.newest_first(Path("out/enough"))[0].name == "step_000010"  # of 20
-state = loading.load_tensors(Path("out/lion/ckpt/step_000020/optimizer.safetensors"))
-assert state.keys() == {f"{n}.exp_avg" for n in loading.load_tensors(
+assert store.newest_first(Path("out/enough"))[0].name == "step_000010"  # of 20
+state = checkpoint.load_tensors(Path("out/lion/ckpt/step_000020/optimizer.safetensors"))
+assert state.keys() == {f"{n}.exp_avg" for n in checkpoint.load_tensors(
     Path("out/lion/ckpt/step_000020/model.safetensors"))}
 train.main(["--out_dir=out/lion", "--init_from=resume", "--max_iters=22"])  # it can go on
 

@@ -661,7 +661,7 @@ def test_a_script_without_a_main_guard_may_prepare_where_processes_are_spawned(t
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
 def test_kill_9_at_any_moment_costs_nothing_but_time(tmp_path, data_folder):
-    """Thirty random moments; the same command again ends in the shards of an undisturbed run."""
+    """Ten random moments; the same command again ends in the shards of an undisturbed run."""
     source = tmp_path / "texts.jsonl"
     with open(source, "w", encoding="utf-8") as file:
         for i in range(3000):
@@ -678,7 +678,7 @@ def test_kill_9_at_any_moment_costs_nothing_but_time(tmp_path, data_folder):
     begun = time.perf_counter()
     assert start().wait() == 0
     seconds, expected, dice = time.perf_counter() - begun, content(), random.Random(7)
-    for _ in range(30):
+    for _ in range(10):
         if dice.random() < 0.5:
             shutil.rmtree(data_folder / "x", ignore_errors=True)
         process = start()

@@ -25,12 +25,11 @@ from kit.hf.importing import (
     resolved,
     tokenizer_of,
 )
-from kit.run.locate import out_root
+from kit.run.locate import GPT2, out_root
 from kit.run.store import WEIGHTS, check, imported
 from model import GPTConfig
 
-HUB = {name: f"openai-community/{name}"  # nanoGPT's names for init_from
-       for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+HUB = {name: f"openai-community/{name}" for name in GPT2}
 INDEX = "model.safetensors.index.json"
 TEXTS = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "bonsai.json", INDEX)
 Say = Callable[[str], None]
@@ -67,14 +66,12 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
     return out_dir
 
 
-def pretrained(init_from: str, say: Say) -> Path | None:
-    """The folder of gpt2, gpt2-medium, gpt2-large or gpt2-xl, imported if it is not there yet.
+def pretrained(init_from: str, say: Say) -> Path:
+    """The folder of one of GPT2, imported if it is not there yet.
 
-    None for any other text. UserError if something else is in that folder, or if model.py is not
-    GPT-2 any more, which it may have become since the import.
+    UserError if something else is in that folder, or if model.py is not GPT-2 any more, which it
+    may have become since the import.
     """
-    if init_from not in HUB:
-        return None
     folder = out_root() / init_from
     if holds(folder, init_from):
         refuse_edited_model(GPTConfig(bias=True), folder)

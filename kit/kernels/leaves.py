@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kit.device import fast_dtype
+from kit.device import FEW, fast_dtype
 from kit.kernels import native
 from kit.kernels.quantize import GROUP, TILE, integers, pack, unpack
 
-FEW = 32  # tokens up to which native code is quicker than PyTorch's products
 Replaced = list[tuple[nn.Module, str, nn.Linear]]  # what held a Linear, under which name
 
 
@@ -51,6 +50,8 @@ class NativeLinear(nn.Module):
     is left of it, so that only the weights are rounded, and the result is in fp32. Without it they
     are rounded too, and many tokens are read in bf16 where this CPU multiplies it fast.
     """
+
+    own_threads = True  # those of native code, which wait for none of PyTorch's
 
     def __init__(self, linear: nn.Linear, weights: str, code: Any, few: int = FEW):
         super().__init__()

@@ -107,7 +107,7 @@ def find_source(init_from: str, say: Say = print) -> Path | None:
     if init_from in WORDS:
         return None
     if init_from in GPT2:
-        from kit.hf.hub import pretrained
+        from kit.hf.importing import pretrained
 
         return pretrained(init_from, say)
     if not Path(init_from).is_dir():

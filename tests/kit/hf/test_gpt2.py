@@ -376,15 +376,10 @@ def test_an_edited_clone(given, old, new):
 
     done = run("train.py", "config/tiny.py", "--dataset=my.txt", "--max_iters=3", "--out_dir=run")
     assert done.returncode == 0, done.stderr
-    done = run("sample.py", "--out_dir=run", "--max_new_tokens=5")
-    assert done.returncode == 0, done.stderr
     before = sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts)
     for module, *words in (("kit.hf", "export", "run", "new"),
                            ("extras.to_gguf", "run", "new"),
-                           ("kit.hf", "import", "../theirs", "--out_dir=new"),
-                           ("extras.nanogpt_ckpt", "../ckpt.pt", "--out_dir=new",
-                            "--tokenizer=byte"),
-                           ("extras.llmc", "../model.bin", "--out_dir=new", "--tokenizer=byte")):
+                           ("kit.hf", "import", "../theirs", "--out_dir=new")):
         done = run("-m", module, *words)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert "model.py is not GPT-2 any more" in done.stderr

@@ -780,7 +780,7 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_four_that_import_into_one_folder(tmp_path):
+def test_three_that_import_into_one_folder(tmp_path):
     """One of them does; what is there is whole, and nothing is left beside it."""
     theirs = theirs_saved(tmp_path / "theirs")
     (tmp_path / "place").mkdir()
@@ -788,7 +788,7 @@ def test_four_that_import_into_one_folder(tmp_path):
     for more in ((), ("--overwrite",)):
         running = [subprocess.Popen([*command, f"--out_dir={tmp_path / 'place' / 'w'}", *more],
                                     cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                    text=True) for _ in range(4)]
+                                    text=True) for _ in range(3)]
         told = [(*p.communicate(), p.returncode) for p in running]
         assert all(code == 0 or (code == 2 and err.count("\n") == 1) for _, err, code in told), told
         done = sum(code == 0 for *_, code in told)
@@ -970,8 +970,6 @@ def test_the_commands_in_processes_of_their_own(tmp_path, cache):
     done = run("export", str(tmp_path / "out" / "gpt2"), str(tmp_path / "e"))
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert from_json(json.loads((tmp_path / "out/gpt2/tokenizer.json").read_text())).eot == 256
-    done = run("import", "gpt2-xl")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
 
 
 @pytest.mark.slow

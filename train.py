@@ -178,7 +178,7 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
 
     The data is prepared if need be, its shards checked and long enough for the context.
     """
-    source, tokenizer = find_source(s.init_from), s.tokenizer
+    source, tokenizer = locate.find_source(s.init_from, say), s.tokenizer
     locate.adopt_architecture(s, given, source)
     theirs = source / "tokenizer.json" if source and tokenizer is None else None
     if theirs and prepares_for(s.dataset, theirs):
@@ -193,18 +193,6 @@ def open_data(s: TrainSettings, given: set[str]) -> tuple[Path | None, Dataset]:
     if source:
         locate.same_tokenizer(source, data.tokenizer)
     return source, data
-
-
-def find_source(init_from: str) -> Path | None:
-    """The checkpoint that init_from means, if any; GPT-2's weights come from the hub."""
-    if init_from.startswith("gpt2") and not Path(init_from).exists():
-        try:
-            from kit.hf.hub import pretrained
-        except ModuleNotFoundError:
-            raise UserError(f"init_from={init_from}: fetching weights needs kit/hf") from None
-        if source := pretrained(init_from, say):
-            return source
-    return locate.find_source(init_from)
 
 
 class Trainer:

@@ -1,8 +1,14 @@
 """python -m extras.to_gguf: see extras/weights/gguf.py."""
 
 from data import DataError
-from extras.weights.gguf import main
 from kit.errors import run
+
+
+def main(argv: list[str]) -> int:
+    from extras.weights.gguf import main  # needs the folder kit/hf
+
+    return main(argv)
+
 
 if __name__ == "__main__":
     run(main, (DataError,))

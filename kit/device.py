@@ -23,6 +23,7 @@ from kit.errors import UserError
 from model import GPT, GPTConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FEW = 32  # tokens up to which kit/kernels is quicker than PyTorch's products
 PAYS = 1.4  # bf16 is chosen where its products are so many times as fast as those in fp32
 WITHOUT_BF16 = {  # values of ONEDNN_MAX_CPU_ISA that leave out the instructions for bf16 products
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -169,7 +170,7 @@ def wanted_kernels(setting: str, device: torch.device) -> list[str]:
     if setting == "torch":
         return []
     try:
-        from kit.kernels import wanted
+        from kit.kernels.operators import wanted
     except ModuleNotFoundError:
         return []
     return wanted(device)
@@ -179,7 +180,7 @@ def install_kernels(names: list[str], note: Callable[[str], None]) -> Kernels:
     """Put our own kernels in the place of PyTorch's until the end of `with`."""
     if not names:
         return Kernels()
-    from kit.kernels import install
+    from kit.kernels.operators import install
 
     return install(names, note)
 

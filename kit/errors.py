@@ -48,6 +48,11 @@ def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception]
     except KeyboardInterrupt:
         complain("interrupted")
         code = 130
+    except ModuleNotFoundError as e:
+        if debug or (e.name or "").partition(".")[0] not in ("data", "kit", "extras"):
+            raise
+        complain(f"this needs {e.name.replace('.', '/')}, which is not in this clone")
+        code = 2
     except (UserError, OSError, *mistakes) as e:
         if debug:
             raise

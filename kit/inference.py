@@ -60,18 +60,18 @@ def on_cpu(model: GPT, s: Settings, unlike: str) -> str:
     """
     asked = s.quantize if s.quantize != "none" else s.dtype
     model.eval()
-    try:
-        own = bool(wanted_kernels(kernels_of(s), torch.device("cpu")))
-        if own or asked not in ("auto", "float32"):
-            from kit import kernels
-    except ModuleNotFoundError:
-        raise UserError(f"{asked}: rounding weights on the CPU needs the folder kit/kernels"
-                        ) from None
+    own = bool(wanted_kernels(kernels_of(s), torch.device("cpu")))
     large = model.num_params() > 20e6  # a smaller one is read from the processor's cache
     weights = asked if asked != "auto" else "bfloat16" if large and own else "float32"
-    # where code is built aside, 3 s, it is for the next text
-    if own and not (s.quantize == "none" and not large and kernels.native.build_aside()):
-        return kernels.fast(model, weights, asked=asked != "auto", exact=not large, unlike=unlike)
+    if own:
+        from kit.kernels.native import build_aside
+        from kit.kernels.speed import fast
+
+        # where code is built aside, 3 s, it is for the next text
+        if large or s.quantize != "none" or not build_aside():
+            return fast(model, weights, asked=asked != "auto", exact=not large, unlike=unlike)
     if weights != "float32":
-        kernels.leaves.round_linears(model, weights)
+        from kit.kernels.leaves import round_linears
+
+        round_linears(model, weights)
     return f"weights in {weights}, PyTorch's kernels"

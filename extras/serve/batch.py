@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from extras.serve.row import Group, Row, groups_of
-from kit.device import device_of
-from kit.kernels.leaves import FEW, NativeLinear
+from kit.device import FEW, device_of
 from kit.sampling import Sampler
 from kit.writing.window import CHUNK
 from model import GPT, KVCache
@@ -76,7 +75,7 @@ class Batch:
         self.pull, self.device, self.size = pull, device_of(model), model.config.block_size
         self.macs = sum(m.in_features * m.out_features for m in model.modules()
                         if hasattr(m, "in_features"))  # multiplications of a token
-        native = any(isinstance(m, NativeLinear) for m in model.modules())  # waits for no thread
+        native = any(hasattr(m, "own_threads") for m in model.modules())  # waits for no thread
         self.threads = threads if native or self.macs > 2**23 else 1
         self.pauses = self.device.type == "cpu" and ends_alike(model)
         self.took, self.tokens = 0.0, 0  # seconds of the last step; written in all

@@ -23,10 +23,10 @@ from kit.hf.gpt2 import shapes_with_biases
 from kit.hf.importing import (
     finite,
     guess_tokenizer,
-    keep,
     next_step,
     refuse_edited_model,
-    refuse_place,
+    refuse_out_dir,
+    save,
 )
 from model import GPTConfig
 
@@ -38,13 +38,13 @@ HEADER = 256  # int32
 def convert(source: Path, out_dir: Path, tokenizer: str | None = None,
             overwrite: bool = False) -> None:
     """Write the weights of a model_*.bin or gpt2_124M*.bin to out_dir."""
-    refuse_place(out_dir, overwrite)
+    refuse_out_dir(out_dir, overwrite)
     config, padded, dtype = read_header(source)
     refuse_edited_model(config, source)
     made = guess_tokenizer(tokenizer, config.vocab_size, source)
     weights = dict(read_tensors(source, config, padded, dtype))
     about = {"from": "llm.c's model file", "file": source.name, "sha256": digest(source)}
-    keep(out_dir, config, weights, made, about, tell, overwrite)
+    save(out_dir, config, weights, made, about, tell, overwrite)
     tell(next_step(out_dir))
 
 

@@ -22,10 +22,10 @@ from kit.hf.importing import (
     MASK,
     finite,
     guess_tokenizer,
-    keep,
     next_step,
     refuse_edited_model,
-    refuse_place,
+    refuse_out_dir,
+    save,
 )
 from model import GPTConfig
 
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def convert(source: Path, out_dir: Path, tokenizer: str | None = None, gelu: str = "erf",
             overwrite: bool = False) -> None:
     """Write the weights of a ckpt.pt to out_dir. gelu: "tanh" for nanoGPT before its nn.GELU."""
-    refuse_place(out_dir, overwrite)
+    refuse_out_dir(out_dir, overwrite)
     args, weights = read(source)
     made = guess_tokenizer(tokenizer, args["vocab_size"], source)
     tied = "lm_head.weight" not in weights or torch.equal(
@@ -49,7 +49,7 @@ def convert(source: Path, out_dir: Path, tokenizer: str | None = None, gelu: str
     config = GPTConfig(**args, tie_embeddings=tied, gelu=gelu)
     refuse_edited_model(config, source)
     about = {"from": "nanoGPT's ckpt.pt", "file": source.name, "sha256": digest(source)}
-    keep(out_dir, config, weights, made, about, tell, overwrite)
+    save(out_dir, config, weights, made, about, tell, overwrite)
     tell(next_step(out_dir))
 
 

@@ -34,6 +34,17 @@ def shapes_with_biases(config: GPTConfig) -> Shapes:
     return shapes if config.tie_embeddings else shapes | {"lm_head.weight": (rows, C)}
 
 
+def stored_shapes(config: GPTConfig) -> Shapes:
+    """The same as GPT2LMHeadModel stores it: matrices of blocks as (in, out)."""
+    return {name: shape[::-1] if name.startswith("h.") else shape
+            for name, shape in shapes_with_biases(config).items()}
+
+
+def transposed(name: str, w: Tensor) -> Tensor:
+    """A tensor of ours as GPT2LMHeadModel stores it, or of theirs as ours."""
+    return w.T if name.startswith("h.") and w.ndim == 2 else w
+
+
 def layers_in(names: Iterable[str]) -> int:
     """The number of blocks that there are weights of, by our names, as h.0.ln_1.weight."""
     return len({name.split(".")[1] for name in names if name.startswith("h.")})

@@ -15,6 +15,7 @@ from data.making import bytelevel
 from data.making.vocabulary import CL100K_PATTERN, GPT2_PATTERN, GPT2_SPLIT, O200K_PATTERN
 from data.tokenizer import EOT, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from kit.errors import UserError
+from kit.files import LARGEST_JSON, size_of
 
 # Where words end, tiktoken's text of it -> Oniguruma's, in which `$` is the end of any line and
 # `{1,3}+` repeats. None: ByteLevel's own, GPT-2's. OLD_CL100K is what others publish of cl100k.
@@ -80,8 +81,7 @@ def pre_tokenizer(pattern: str) -> dict[str, Any]:
                         "Face's library is known; gpt2's, cl100k_base's and o200k_base's are")
     if PATTERNS[pattern] is None:
         return byte_level(True)
-    split = {"type": "Split", "pattern": {"Regex": PATTERNS[pattern]}, "behavior": "Isolated",
-             "invert": False}
+    split = CHARACTERS | {"pattern": {"Regex": PATTERNS[pattern]}}
     return {"type": "Sequence", "pretokenizers": [split, byte_level(False)]}
 
 
@@ -116,6 +116,7 @@ def from_hf(find: Callable[[str], Path], eos: int | None,
         tokens = tokens_of(model["vocab"], special)
         pairs = [tuple(map(bytelevel.unspell, m.split(" ") if isinstance(m, str) else m))
                  for m in model["merges"]]
+        check_merges([t for t in tokens if t is not None], pairs)
     except (LookupError, TypeError, AttributeError, ValueError) as e:
         why = f"{e} is missing or unknown" if isinstance(e, KeyError) else str(e)
         raise UserError(f"{path}: not a tokenizer that ours can be: {why:.200}; byte-level BPE "
@@ -126,7 +127,6 @@ def from_hf(find: Callable[[str], Path], eos: int | None,
     rename_end(special, eos, say)
     if not pairs and tokens == [bytes([b]) for b in range(256)] + [None] and special == {EOT: 256}:
         return ByteTokenizer()
-    check_merges(path, [t for t in tokens if t is not None], pairs)
     return named(find("bonsai.json"), pattern, tokens, special)
 
 
@@ -134,12 +134,12 @@ def gpt2_files(find: Callable[[str], Path]) -> dict[str, Any]:
     """vocab.json and merges.txt, in the shape of a tokenizer.json."""
     way = "give the folder tokenizer.json, or vocab.json and merges.txt, or name a --tokenizer=SPEC"
     vocab, path = read_json(find("vocab.json"), way), find("merges.txt")
+    if not path.exists():
+        raise UserError(f"{path} is missing; {way}")
+    if size_of(path) > LARGEST_JSON:
+        raise UserError(f"{path}: larger than {LARGEST_JSON >> 20} MiB, so no list of merges")
     try:
-        if path.stat().st_size > 64 << 20:
-            raise UserError(f"{path}: larger than 64 MiB, so no list of merges")
         lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; {way}") from None
     except UnicodeDecodeError as e:
         raise UserError(f"{path}: not UTF-8 text at byte {e.start}") from None
     merges = [line for line in lines[lines[0].startswith("#version"):] if line]
@@ -156,24 +156,22 @@ def require(value: dict[str, Any], key: str, *allowed: Any) -> None:
         raise ValueError(f"its {key} is {got!r:.60}")
 
 
-def pattern_of(value: dict[str, Any] | None) -> str:
+def pattern_of(value: dict[str, Any]) -> str:
     """Our pattern for a pre_tokenizer; ValueError for one that is not known."""
-    parts = value["pretokenizers"] if value["type"] == "Sequence" else [value]
-    level = parts[-1]
+    *before, level = value["pretokenizers"] if value["type"] == "Sequence" else [value]
     require(level, "type", "ByteLevel")
     require(level, "add_prefix_space", False)
-    if len(parts) == 1 and level.get("use_regex", True):
+    if [bool(before), level.get("use_regex", True)] not in ([False, True], [True, False]):
+        raise ValueError("its pre_tokenizer is another combination")
+    if not before:
         return GPT2_PATTERN
-    if len(parts) == 2 and not level.get("use_regex", True):
-        split = parts[0]
-        require(split, "type", "Split")
-        require(split, "behavior", "Isolated")
-        require(split, "invert", False)
-        known = {theirs: ours for ours, theirs in PATTERNS.items()} | {GPT2_SPLIT: GPT2_PATTERN}
-        if (regex := split["pattern"].get("Regex")) in known:
-            return known[regex]
+    (split,) = before
+    for key in ("type", "behavior", "invert"):
+        require(split, key, CHARACTERS[key])
+    known = {theirs: ours for ours, theirs in PATTERNS.items()} | {GPT2_SPLIT: GPT2_PATTERN}
+    if (regex := split["pattern"].get("Regex")) not in known:
         raise ValueError(f"its pattern {regex!r:.60} is unknown")
-    raise ValueError("its pre_tokenizer is another combination")
+    return known[regex]
 
 
 def tokens_of(vocab: dict[str, int], special: dict[str, int]) -> list[bytes | None]:
@@ -207,19 +205,15 @@ def rename_end(special: dict[str, int], eos: int | None, say: Callable[[str], No
         say("tokenizer: no special token ends a text, so there is no separator")
 
 
-def check_merges(path: Path, tokens: list[bytes], pairs: list[tuple[bytes, ...]]) -> None:
-    """UserError unless merging by ids, tiktoken's way, is merging by this list of pairs."""
+def check_merges(tokens: list[bytes], pairs: list[tuple[bytes, ...]]) -> None:
+    """ValueError unless merging by ids, tiktoken's way, is merging by this list of pairs."""
     if [b"".join(pair) for pair in pairs] != [t for t in tokens if len(t) > 1]:
-        raise UserError(f"{path}: its merges are not in the order of ids, or some token has none; "
-                        "tiktoken, which encodes here, knows no other order")
-    try:
-        wanted = bytelevel.merges(tokens)
-    except ValueError as e:
-        raise UserError(f"{path}: {e}") from None
-    for got, expected in zip(pairs, wanted, strict=True):
+        raise ValueError("its merges are not in the order of ids, or some token has none; "
+                         "tiktoken, which encodes here, knows no other order")
+    for got, expected in zip(pairs, bytelevel.merges(tokens), strict=True):
         if got != expected:
-            raise UserError(f"{path}: {b''.join(got)!r} is merged from {got}, which tiktoken, that "
-                            f"encodes here, makes from {expected}")
+            raise ValueError(f"{b''.join(got)!r} is merged from {got}, which tiktoken, that "
+                             f"encodes here, makes from {expected}")
 
 
 def characters(value: dict[str, Any]) -> CharTokenizer:
@@ -236,13 +230,13 @@ def characters(value: dict[str, Any]) -> CharTokenizer:
 def named(claim: Path, pattern: str, tokens: list[bytes | None],
           special: dict[str, int]) -> BPETokenizer:
     """The tokenizer under the name that our export tells or gpt2, if its hash is that one's."""
-    claims = {"gpt2": GPT2_HASH}
+    claims = [("gpt2", GPT2_HASH)]
     if claim.exists():
         value = read_json(claim, "remove it")
-        told = value.get("tokenizer") if value.get("format") == BONSAI_FORMAT else None
-        if isinstance(told, dict) and re.fullmatch(r"[\w:.-]{1,40}", str(told.get("spec"))):
-            claims[str(told["spec"])] = str(told.get("hash"))
-    for spec, expected in claims.items():
+        known = value.get("tokenizer") if value.get("format") == BONSAI_FORMAT else None
+        if isinstance(known, dict) and re.fullmatch(r"[\w:.-]{1,40}", str(known.get("spec"))):
+            claims.append((known["spec"], known.get("hash")))
+    for spec, expected in claims:
         made = BPETokenizer(spec, pattern, tokens, special)
         if made.hash == expected:
             return made

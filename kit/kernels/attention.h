@@ -31,9 +31,10 @@ static inline float share(float p, const float*, int) { return p; }
 static inline float share(float p, const uint16_t*, int) { return p; }
 static inline float share(float p, const int8_t* v, int D) { return p * read<float>(v + D); }
 
-// Adds up p[j] * v[j] over n values, `stride` numbers apart -> y (D)
-template <class W>
-static void mix(const W* v, int stride, int n, int D, const float* p, float* y) {
+// Scores p (n), which become their exponentials, and values `stride` numbers apart -> their mean,
+// weighted by these, in y (D)
+template <class W> static void mix(const W* v, int stride, int n, int D, float* p, float* y) {
+    const float total = soften(p, n);
     int d = 0;
     for (; d + 64 <= D; d += 64) {
         Vec a[4] = {};
@@ -51,6 +52,7 @@ static void mix(const W* v, int stride, int n, int D, const float* p, float* y) 
         const float s = share(p[j], value, D);
         for (int rest = d; rest < D; rest++) y[rest] += number(value[rest]) * s;
     }
+    for (d = 0; d < D; d++) y[d] /= total;
 }
 
 // q (D), keys and values (n, D; integers D + 4) -> y (D); p has room for n + 15. Keys of bf16 meet
@@ -74,23 +76,14 @@ static void attend(const X* q, const W* k, const W* v, int n, int D, float scale
     for (int j = 0; j < n && whole < D; j++)
         for (int d = whole; d < D; d++) p[j] += number(q[d]) * number(k[j * stride + d]) * scale;
     for (int j = 0; j < n && sizeof(W) == 1; j++) p[j] = share(p[j], k + j * stride, D);
-    const float total = soften(p, n);
     mix(v, stride, n, D, p, y);
-    for (int d = 0; d < D; d++) y[d] /= total;
 }
 
 // --------------------------------------------------------------------------------- 8-bit integers
 
 // A vector (D) as integers of 8 bits, followed by its scale: D + 4 bytes.
 static void shrink(const float* x, int D, int8_t* to) {
-    float most = 0, odd = 0;
-#pragma omp simd reduction(max : most) reduction(+ : odd)
-    for (int d = 0; d < D; d++) {
-        most = std::fabs(x[d]) > most ? std::fabs(x[d]) : most;
-        odd += x[d] * 0;
-    }
-    const float up = most > 0 ? 127 / most : 0, scale = most / 127 + odd;
-    for (int d = 0; d < D; d++) to[d] = int(std::nearbyint(x[d] * up));
+    const float scale = to_int8(x, D, to);
     memcpy(to + D, &scale, 4);
 }
 
@@ -102,11 +95,8 @@ static inline Ints dot64(Ints a, const int8_t* k, const int8_t* q) {
 #elif defined(__AVX2__)
     __m256i to[2];
     memcpy(to, &a, 64);
-    for (int i = 0; i < 2; i++) {
-        const __m256i s = read<__m256i>(k + 32 * i), x = read<__m256i>(q + 32 * i);
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
-        to[i] = _mm256_add_epi32(to[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
+    for (int i = 0; i < 2; i++)
+        to[i] = add_products(to[i], read<__m256i>(k + 32 * i), read<__m256i>(q + 32 * i));
     return read<Ints>(to);
 #else
     for (int i = 0; i < 64; i++) a[i / 4] += int(k[i]) * q[i];
@@ -136,7 +126,5 @@ static void attend(const int8_t* q, const int8_t* k, const int8_t* v, int n, int
         const Vec s = (sums(a) - float(twist)) * load(scales);
         memcpy(p + j, &s, sizeof s);
     }
-    const float total = soften(p, n);
     mix(v, stride, n, D, p, y);
-    for (int d = 0; d < D; d++) y[d] /= total;
 }

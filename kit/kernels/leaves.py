@@ -6,7 +6,7 @@ LibraryLinear by PyTorch's kernels, where there is no compiler.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,28 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kit.device import fast_dtype
+from kit.device import FEW, fast_dtype
 from kit.kernels import native
-from kit.kernels.quantize import GROUP, TILE, integers, pack, unpack
-
-FEW = 32  # tokens up to which native code is quicker than PyTorch's products
-Replaced = list[tuple[nn.Module, str, nn.Linear]]  # what held a Linear, under which name
+from kit.kernels.quantize import pack, rounded, unpack
 
 
-def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> Replaced:
-    """Put make(linear) in the place of every nn.Linear of a model; returns what was there.
+def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """What holds an nn.Linear, under which name, and the Linear.
 
     Of exactly that type and without hooks: what else a Linear may do is not ours to guess.
     """
-    found = [(parent, name, child) for parent in model.modules()
-             for name, child in parent.named_children()
-             if type(child) is nn.Linear and not hooks_of(child)]
-    made: dict[nn.Linear, nn.Module] = {}  # one that is used in two places stays one
-    for parent, name, linear in found:
-        if linear not in made:
-            made[linear] = make(linear)
-        setattr(parent, name, made[linear])
-    return found
+    return [(parent, name, child) for parent in model.modules()
+            for name, child in parent.named_children()
+            if type(child) is nn.Linear and not hooks_of(child)]
 
 
 def hooks_of(module: nn.Module) -> bool:
@@ -51,6 +42,8 @@ class NativeLinear(nn.Module):
     is left of it, so that only the weights are rounded, and the result is in fp32. Without it they
     are rounded too, and many tokens are read in bf16 where this CPU multiplies it fast.
     """
+
+    own_threads = True  # those of native code, which wait for none of PyTorch's
 
     def __init__(self, linear: nn.Linear, weights: str, code: Any, few: int = FEW):
         super().__init__()
@@ -113,50 +106,28 @@ def team(code: Any) -> int:
 
 
 class LibraryLinear(nn.Module):
-    """The same by PyTorch's kernels: fp16 for few tokens, and integers with activations in bf16.
+    """The same by PyTorch's kernels: the rounded weights in fp16, as few tokens meet them.
 
-    With fp32 activations their kernels for integers take 6 to 70 times as long, AVX-512 or not.
+    With one token fp16 is twice as fast as bf16, and finer, so it also stands for bf16.
     """
 
     def __init__(self, linear: nn.Linear, weights: str):
         super().__init__()
-        w = linear.weight.detach()
-        self.kind, (self.out_features, self.in_features) = weights, w.shape
+        self.out_features, self.in_features = linear.weight.shape
         self.bias = None if linear.bias is None else linear.bias.detach()
-        if weights == "float32":
-            self.w = w
-            return
-        if weights == "bfloat16":  # fp16 is twice as fast as bf16 with one token, and finer
-            self.w = w.half()
-            return
-        # odd shapes read wild memory
-        w = F.pad(w, (0, -self.in_features % GROUP, 0, -self.out_features % TILE))
-        if weights == "int8":
-            q, scale = integers(w, 8)  # a scale a row
-            self.w, self.scale = q.to(torch.int8), scale[:, 0].contiguous()
-        else:
-            q, scale = integers(w.view(len(w), -1, GROUP), 4)
-            q = (q.view_as(w) + 8).to(torch.int32)
-            self.w = torch._convert_weight_to_int4pack_for_cpu(q, 1)
-            self.scale = torch.cat([scale, torch.zeros_like(scale)], -1).transpose(0, 1)
-            self.scale = self.scale.contiguous()  # (groups, out, scale and the zero at 8)
+        self.w = linear.weight.detach()
+        if weights != "float32":
+            self.w = (self.w if weights == "bfloat16" else rounded(self.w, weights)).half()
 
     @property
     def weight(self) -> Tensor:
         """The weights (out, in) that it stands for, in fp32; for code that reads them itself."""
-        return (self(torch.eye(self.in_features)) - (0 if self.bias is None else self.bias)).T
+        return self.w.float()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "float32":
+        if self.w.dtype == torch.float32:
             return F.linear(x, self.w, self.bias)
-        if self.kind.startswith("int"):
-            rows = F.pad(x.reshape(-1, self.in_features), (0, -self.in_features % GROUP)).bfloat16()
-            if self.kind == "int8":
-                y = torch._weight_int8pack_mm(rows, self.w, self.scale)
-            else:
-                y = torch._weight_int4pack_mm_for_cpu(rows, self.w, GROUP, self.scale)
-            y = y[:, : self.out_features].float().view(*x.shape[:-1], self.out_features)
-        elif x.numel() <= 4 * self.in_features:
+        if x.numel() <= 4 * self.in_features:
             y = F.linear(x.half(), self.w).float()
         else:
             w = self.w.float()  # on the way to bf16, too: that is twice as fast as from fp16
@@ -173,15 +144,5 @@ def round_linears(model: nn.Module, weights: str) -> None:
 
     What PyTorch then computes is what fewer bits mean, without their speed.
     """
-    def rounded(linear: nn.Linear) -> nn.Linear:
-        copy = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
-        w = linear.weight.detach()
-        if weights.startswith("int"):
-            bits = int(weights[3:])
-            w = unpack(*pack(w, bits), bits, tuple(w.shape))
-        else:
-            w = w.to(getattr(torch, weights)).float()
-        copy.weight, copy.bias = nn.Parameter(w), linear.bias
-        return copy
-
-    replace_linears(model, rounded)
+    for linear in {linear for _, _, linear in linears_of(model)}:
+        linear.weight = nn.Parameter(rounded(linear.weight.detach(), weights))

@@ -139,14 +139,12 @@ struct Step {
             if (cache.kind == INT8) store<int8_t>(layer, j / H, j % H);
         });
         me.each(tokens * H, [&](int j) {
-            if (cache.kind == F32) look<float, float>(layer, j / H, j % H, me.number);
-            if (cache.kind == BF16 && m.exact)
-                look<float, uint16_t>(layer, j / H, j % H, me.number);
-            if (cache.kind == INT8 && m.exact) look<float, int8_t>(layer, j / H, j % H, me.number);
-            if (cache.kind == BF16 && !m.exact)
-                look<ForBF16, uint16_t>(layer, j / H, j % H, me.number);
-            if (cache.kind == INT8 && !m.exact)
-                look<int8_t, int8_t>(layer, j / H, j % H, me.number);
+            const int i = j / H, h = j % H, kind = cache.kind;
+            if (kind == F32) look<float, float>(layer, i, h, me.number);
+            if (kind == BF16 && m.exact) look<float, uint16_t>(layer, i, h, me.number);
+            if (kind == BF16 && !m.exact) look<ForBF16, uint16_t>(layer, i, h, me.number);
+            if (kind == INT8 && m.exact) look<float, int8_t>(layer, i, h, me.number);
+            if (kind == INT8 && !m.exact) look<int8_t, int8_t>(layer, i, h, me.number);
         });
         me.each(tokens, [&](int i) { put(in, l.proj, i, &a[i * C]); });
         product(me, l.proj, in, add_to_x);

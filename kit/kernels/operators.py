@@ -120,9 +120,6 @@ class Kernels(kit.device.Kernels):
         for name in [*self.libraries]:
             self.drop(name)
 
-    def __enter__(self) -> "Kernels":
-        return self
-
     def __exit__(self, *error: Any) -> None:
         self.restore()
 

@@ -55,29 +55,35 @@ struct Input {
     }
 };
 
+// x (n) -> integers of 8 bits and their scale, which is NaN if any of x is not finite.
+static inline float to_int8(const float* x, int n, int8_t* q) {
+    float most = 0, odd = 0;
+#pragma omp simd reduction(max : most) reduction(+ : odd)
+    for (int i = 0; i < n; i++) {
+        most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most;
+        odd += x[i] * 0;
+    }
+    const float up = most > 0 ? 127 / most : 0;
+    for (int i = 0; i < n; i++) q[i] = int(std::nearbyint(x[i] * up));
+    return most / 127 + odd;
+}
+
 static void put_row(Input& x, const Linear& l, size_t row, const float* from) {
     for (int g = 0; g * GROUP < l.in; g++) {
         const size_t at = g * x.rows + row, left = l.in - g * GROUP;
-        float v[GROUP] = {}, most = 0, odd = 0;
+        float v[GROUP] = {};
         memcpy(v, from + g * GROUP, 4 * (left < GROUP ? left : GROUP));
         if (l.kind == F32 || l.kind == BF16) {
             memcpy(&x.f[at * GROUP], v, sizeof v);
             for (int i = 0; i < GROUP; i++) x.h[at * GROUP + i] = to(v[i], uint16_t());
             continue;
         }
-#pragma omp simd reduction(max : most) reduction(+ : odd)
-        for (int i = 0; i < GROUP; i++) {
-            most = std::fabs(v[i]) > most ? std::fabs(v[i]) : most;
-            odd += v[i] * 0;
-        }
-        const float up = most > 0 ? 127 / most : 0;
         int8_t q[GROUP];
         int total = 0;
-        for (int i = 0; i < GROUP; i++) q[i] = int(std::nearbyint(v[i] * up));
+        x.scale[at] = to_int8(v, GROUP, q);
         for (int i = 0; i < GROUP; i++) total += q[i];
         memcpy(&x.q[at * GROUP], q, GROUP);
         x.total[at] = total;
-        x.scale[at] = most / 127 + odd;  // what is not finite shows as NaN
     }
 }
 
@@ -101,6 +107,14 @@ const bool HELD = true;  // weights go into the product with their offset, which
 const bool HELD = false;
 #endif
 
+#if defined(__AVX2__)
+// to + 8 sums of 4 products each; |w| times x with the sign of w, so no pair reaches 2^15
+static inline __m256i add_products(__m256i to, __m256i w, __m256i x) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(to, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif
+
 // a[i] + the products of weights 4i to 4i + 3 with four activations
 template <int OFFSET> static inline Ints dot(Ints a, Bytes w, const int8_t* x) {
 #if defined(__AVX512VNNI__)
@@ -108,11 +122,8 @@ template <int OFFSET> static inline Ints dot(Ints a, Bytes w, const int8_t* x) {
 #elif defined(__AVX2__)
     __m256i half[2], to[2], xs = _mm256_set1_epi32(read<int32_t>(x));
     memcpy(half, &w, 64), memcpy(to, &a, 64);
-    for (int i = 0; i < 2; i++) {  // |w| times x with the sign of w: no pair reaches 2^15
-        const __m256i s = _mm256_sub_epi8(half[i], _mm256_set1_epi8(char(OFFSET)));
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(xs, s));
-        to[i] = _mm256_add_epi32(to[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
+    for (int i = 0; i < 2; i++)
+        to[i] = add_products(to[i], _mm256_sub_epi8(half[i], _mm256_set1_epi8(char(OFFSET))), xs);
     return read<Ints>(to);
 #else
     for (int i = 0; i < 64; i++) a[i / 4] += (int(w[i]) - OFFSET) * x[i % 4];

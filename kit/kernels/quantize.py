@@ -57,3 +57,11 @@ def unpack(packed: Tensor, scale: Tensor, bits: int, shape: tuple[int, int]) -> 
     q = packed.float() - (128 if bits == 8 else 8)  # (tiles, groups, 8, 16, 4)
     w = (q * scale.float()[:, :, None, :, None]).permute(0, 3, 1, 2, 4)
     return w.reshape(len(w) * TILE, -1)[: shape[0], : shape[1]].contiguous()
+
+
+def rounded(w: Tensor, weights: str) -> Tensor:
+    """What weights (out, in) become when they are held in one of native.KINDS, in fp32."""
+    if not weights.startswith("int"):
+        return w.to(getattr(torch, weights)).float()
+    bits = int(weights[3:])
+    return unpack(*pack(w, bits), bits, tuple(w.shape))

@@ -15,8 +15,8 @@ from kit.kernels.leaves import (
     FEW,
     LibraryLinear,
     NativeLinear,
+    linears_of,
     one_torch_thread,
-    replace_linears,
 )
 from model import GPT, KVCache
 
@@ -43,8 +43,11 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: boo
     unlike = unlike or (step.difference(model) if code else "")
     if unlike and not asked:
         return own_way("float32", unlike)
-    linears = replace_linears(model, lambda linear: NativeLinear(linear, weights, code) if code
-                              else LibraryLinear(linear, weights))
+    linears = linears_of(model)
+    quick = {linear: NativeLinear(linear, weights, code) if code else LibraryLinear(linear, weights)
+             for _, _, linear in linears}  # one that is used in two places stays one
+    for parent, name, linear in linears:
+        setattr(parent, name, quick[linear])
     if code and not unlike:
         undo = step.install(model, "float32" if exact else weights, code)
         if unlike := step.disagreement(model):

@@ -13,10 +13,11 @@ from kit.checkpoint import load_config, refuse_lie
 from kit.errors import UserError
 from kit.files import read_json, write_json
 from kit.run import store
-from kit.settings import CLONE
+from kit.settings import CLONE, Say
 from model import GPTConfig
 
-WORDS = ("auto", "scratch", "resume")  # any other init_from is a folder with weights
+WORDS = ("auto", "scratch", "resume")  # any other init_from is a folder with weights, or
+GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # nanoGPT's names for those of the hub
 
 
 def out_root() -> Path:
@@ -101,10 +102,14 @@ def foreign(path: Path) -> str:
     return f"; for weights of another program: python -m {command} --out_dir=FOLDER"
 
 
-def find_source(init_from: str) -> Path | None:
+def find_source(init_from: str, say: Say = print) -> Path | None:
     """The checkpoint whose weights a new run starts from; None for auto, scratch and resume."""
     if init_from in WORDS:
         return None
+    if init_from in GPT2:
+        from kit.hf.importing import pretrained
+
+        return pretrained(init_from, say)
     if not Path(init_from).is_dir():
         raise UserError(f"init_from={init_from}: expected auto, scratch, resume, gpt2, or a folder "
                         f"of weights: a run or a checkpoint{foreign(Path(init_from))}. A run that "

@@ -67,8 +67,9 @@ class Report:
     def kernels_lost(self, own: machine.Kernels) -> list[dict[str, Any]]:
         """What the run had before and has not any more, with the steps; a new loss is said."""
         known = self.before.get("kernels_lost") or []
-        lost = [n for n in self.before.get("kernels", ()) if n in own.wanted and n not in own.names]
-        if not lost:
+        lost = [n for n in self.before.get("kernels", ()) if n not in own.names]
+        here = self.before.get("device", "cpu") == self.job.device.type
+        if not (lost and here and self.s.kernels == "auto"):
             return known
         say(f"note: {', '.join(lost)}: kernels that the run had are not to be had now; it goes on "
             "with PyTorch's, and the last bits will differ")

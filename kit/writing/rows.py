@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from kit.device import device_of
+from kit.device import FEW, device_of
 from kit.sampling import Choice, Sampler
 from kit.writing import window
 from kit.writing.prompts import Prompt
 from kit.writing.text import TextStream
 
-MOST_DRAFTED = 31  # tokens; with the one before them, what one step of kit/kernels takes
+MOST_DRAFTED = FEW - 1  # tokens; with the one before them, what one step of kit/kernels takes
 
 
 class Row:

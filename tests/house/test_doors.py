@@ -22,8 +22,8 @@ DOORS = {  # room -> what of ours it may import
 }
 COMMANDS = {"measure.py", "plot.py", "hf"}  # parts of kit/ that may import data
 FOLDERS = {  # folder of kit/ -> the folders of kit/ that it may import, beside the files of kit/
-    "kernels": set(), "parallel": set(), "writing": {"kernels"}, "hf": {"run"},
-    "run": {"kernels", "parallel", "writing"},
+    "kernels": set(), "parallel": set(), "writing": set(), "hf": {"run"},
+    "run": {"hf", "parallel", "writing"},  # hf: where --init_from=gpt2 asks for it
 }
 
 

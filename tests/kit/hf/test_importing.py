@@ -10,7 +10,7 @@ from data.tokenizer import make_tokenizer
 from extras.weights import llmc, nanogpt_ckpt
 from kit.checkpoint import load_model
 from kit.errors import UserError
-from kit.hf import hub, importing
+from kit.hf import importing
 from kit.hf.gpt2 import layers_in, shapes_with_biases
 from kit.run import store
 from model import GPT, GPTConfig
@@ -18,7 +18,7 @@ from model import GPT, GPTConfig
 BYTE = make_tokenizer("byte")
 CONFIG = GPTConfig(257, 8, 2, 2, 16, bias=True)
 IMPORTERS = {
-    "hf": lambda out, overwrite: hub.import_model("no/such/folder", out, "byte", overwrite),
+    "hf": lambda out, overwrite: importing.import_model("no/such/folder", out, "byte", overwrite),
     "nanogpt": lambda out, overwrite: nanogpt_ckpt.convert(Path("gone.pt"), out, "byte", "erf",
                                                            overwrite),
     "llmc": lambda out, overwrite: llmc.convert(Path("gone.bin"), out, "byte", overwrite)}
@@ -51,7 +51,7 @@ def test_the_place_is_looked_at_before_the_source(tmp_path, convert, overwrite):
 @pytest.mark.parametrize("convert", IMPORTERS.values(), ids=IMPORTERS)
 def test_a_run_inside_imported_weights_is_not_replaced(tmp_path, convert):
     out = tmp_path / "w"
-    importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, print)
+    importing.save(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, print)
     with pytest.raises(UserError, match="w has imported weights already; --overwrite replaces"):
         convert(out, False)
     (out / "ckpt").mkdir()  # as train.py --init_from=w --out_dir=w makes it
@@ -59,7 +59,7 @@ def test_a_run_inside_imported_weights_is_not_replaced(tmp_path, convert):
     with pytest.raises(UserError, match="w holds something else than imported weights"):
         convert(out, True)
     with pytest.raises(UserError, match="w holds something else than imported weights"):
-        importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, print)
+        importing.save(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, print)
     assert (out / "ckpt" / "days of work").exists() and load_model(out)
 
 
@@ -75,7 +75,7 @@ def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch, convert, pl
 def test_a_place_whose_links_go_round(tmp_path):
     (tmp_path / "round").symlink_to("round")
     with pytest.raises(UserError, match="round"):
-        importing.refuse_place(tmp_path / "round", True)
+        importing.refuse_out_dir(tmp_path / "round", True)
 
 
 def test_weights_put_there_meanwhile_stay(tmp_path, monkeypatch):
@@ -86,12 +86,12 @@ def test_weights_put_there_meanwhile_stay(tmp_path, monkeypatch):
         monkeypatch.setattr(store, "write_tensors", write_tensors)
         with monkeypatch.context() as patch:
             patch.setattr("os.getpid", os.getppid)
-            importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "the first"}, print)
+            importing.save(out, CONFIG, weights_of(), BYTE, {"from": "the first"}, print)
         write_tensors(*args, **options)
 
     monkeypatch.setattr(store, "write_tensors", slowly)
     with pytest.raises(UserError, match="has imported weights already"):
-        importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "the second"}, print)
+        importing.save(out, CONFIG, weights_of(), BYTE, {"from": "the second"}, print)
     assert load_model(out)[2]["imported"] == {"from": "the first"}
     assert [*tmp_path.glob(".tmp*")] == []
 
@@ -99,7 +99,7 @@ def test_weights_put_there_meanwhile_stay(tmp_path, monkeypatch):
 def test_what_a_terminal_would_obey_is_spelled_out(tmp_path):
     said: list[str] = []
     out = tmp_path / "w\x1b[2J\n"
-    importing.keep(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, said.append)
+    importing.save(out, CONFIG, weights_of(), BYTE, {"from": "a test"}, said.append)
     told = "".join([*said, importing.next_step(out)])
     assert "\x1b" not in told and r"w\x1b[2J" in told
 
@@ -118,7 +118,7 @@ def test_rows_and_zero_biases_are_left_out_and_said(tmp_path):
     weights = weights_of(rows=320)
     zeros = {name: torch.zeros_like(w) for name, w in weights.items() if name.endswith(".bias")}
     for folder, given, bias in (("a", weights, True), ("b", weights | zeros, False)):
-        importing.keep(tmp_path / folder, CONFIG, {n: w.double() for n, w in given.items()}, BYTE,
+        importing.save(tmp_path / folder, CONFIG, {n: w.double() for n, w in given.items()}, BYTE,
                        {"from": "a test"}, said.append)
         model, _, state = load_model(tmp_path / folder)
         assert model.config.bias == bias and state["imported"] == {"from": "a test"}

@@ -86,7 +86,7 @@ def test_a_source_is_a_whole_run_or_checkpoint(tmp_path, save):
     for word in ("auto", "scratch", "resume"):
         assert locate.find_source(word) is None
     assert locate.find_source(str(run)) == locate.find_source(str(folder)) == folder
-    for wrong in ("gpt2", str(tmp_path / "nowhere"), str(folder / "model.safetensors")):
+    for wrong in ("gpt3", str(tmp_path / "nowhere"), str(folder / "model.safetensors")):
         assert f"init_from={wrong}: expected auto, scratch, resume" in refused(
             locate.find_source, wrong)
     assert "no checkpoint" in refused(locate.find_source, str(tmp_path))

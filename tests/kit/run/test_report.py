@@ -15,7 +15,7 @@ from data.tokenizer import make_tokenizer
 from kit.device import Dtypes
 from kit.files import read_json
 from kit.job import Job
-from kit.kernels import Kernels
+from kit.kernels.operators import Kernels
 from kit.progress import Progress
 from kit.run import report as module
 from kit.run.folders import Run
@@ -121,7 +121,7 @@ def test_kernels_that_are_not_to_be_had_any_more_are_said_and_recorded(build, ti
     assert report.about["kernels"] == ["loss"]
     assert report.about["kernels_lost"] == [{"step": 3, "kernels": ["dropout"]}]
     assert [line for line in build.said if "dropout" in line and "last bits will differ" in line]
-    again = build(tiny(vocab_size=257), Progress(step=5), own=Kernels([]),
+    again = build(tiny(vocab_size=257), Progress(step=5), kernels="torch",
                   resume={"run": report.about})
     assert again.about["kernels_lost"] == report.about["kernels_lost"]  # nothing more
 

@@ -1,9 +1,11 @@
 """A trained run as a folder that Hugging Face's transformers load, checked before it is there."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from data import DataError, read_json
 from data.dataset import Dataset, of_run
@@ -12,21 +14,23 @@ from data.tokenizer import EOT, Tokenizer, from_json
 from kit.checkpoint import load_model
 from kit.errors import UserError, plain
 from kit.files import replacing_folder, to_text, write_text
-from kit.hf import check, weights
 from kit.hf import tokenizer as hf_tokenizer
-from kit.hf.gpt2 import refuse_unlike
+from kit.hf.gpt2 import compare, gpt2, refuse_unlike, stored_shapes, transposed
+from kit.hf.importing import finite, headers, read_weights
 from kit.run.locate import find_checkpoint, find_run
 from kit.run.store import imported, trained_with, write_tensors
-from model import GPT
+from kit.settings import Say
+from model import GPT, GPTConfig
 
 WRITTEN = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
            "tokenizer_config.json", "bonsai.json", "README.md"}
 TOLD = ("batch_size", "gradient_accumulation_steps", "max_iters", "optimizer", "learning_rate",
         "muon_lr", "weight_decay", "schedule", "warmup_iters", "dropout", "seed")  # of the settings
+TEXT, LOGITS = 4096, 128  # tokens whose ids and whose logits are compared with the export's
 
 
 def export_run(run: str | None, folder: Path, step: int | None, overwrite: bool,
-               say: Callable[[str], None]) -> Path:
+               say: Say) -> Path:
     """Write the best checkpoint of a run, or that of a step, as a new folder, and return it.
 
     run: None takes the newest. UserError for a model or tokenizer without a form there, or for a
@@ -45,13 +49,13 @@ def export_run(run: str | None, folder: Path, step: int | None, overwrite: bool,
     data = of_run(hash, name, tokenizer)
     texts = described(model, tokenizer, bool(data and data.is_chat))
     refuse_unlike(model, source, "transformers cannot run it; sample.py and extras.serve can")
-    tensors, final = weights.stored(model, source), Path(os.path.abspath(folder))
+    tensors, final = stored(model, source), Path(os.path.abspath(folder))
     final.parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(final) as aside:
         for file, content in texts.items():
             write_text(aside / file, to_text(content))
         write_tensors(aside / "model.safetensors", tensors, like="config.json")
-        worst, library = check.difference(aside, model, tokenizer)
+        worst, library = difference(aside, model, tokenizer)
         write_text(aside / "README.md", card(model, tokenizer, state, data, worst, library))
     say(plain(f"{source}, step {state['step']}, written to {folder}: read back by {library}, its "
               f"logits differ by {worst:.1e} at most"))
@@ -82,7 +86,7 @@ def refuse_other(folder: Path, overwrite: bool) -> None:
 
 def described(model: GPT, tokenizer: Tokenizer, chat: bool) -> dict[str, dict[str, Any]]:
     """The JSON files of an export, by their names."""
-    return {"config.json": weights.config_json(model.config, tokenizer.eot),
+    return {"config.json": config_json(model.config, tokenizer.eot),
             "generation_config.json": generation_config(tokenizer, model.config.block_size),
             "tokenizer.json": hf_tokenizer.to_hf(tokenizer),
             "tokenizer_config.json": tokenizer_config(tokenizer, model.config.block_size, chat),
@@ -189,3 +193,78 @@ print(tokenizer.decode(model.generate(**batch, max_new_tokens={new})[0]))
   warns of two lengths and takes this one.
 {notes}
 """
+
+
+# ----------------------------------------------------------------------- configuration and weights
+
+
+def config_json(config: GPTConfig, eot: int | None) -> dict[str, Any]:
+    """The config.json of a model; UserError for one that GPT2LMHeadModel has no word for."""
+    if config.attn_logn != "off":
+        raise UserError(f"this model multiplies its queries by log n (attn_logn={config.attn_logn})"
+                        ", which GPT2LMHeadModel does not; one with attn_logn=off can be exported")
+    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+            "vocab_size": config.vocab_size, "n_positions": config.block_size,
+            "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd,
+            "n_inner": None, "activation_function": "gelu" if config.gelu == "erf" else "gelu_new",
+            "resid_pdrop": config.dropout, "embd_pdrop": config.dropout,
+            "attn_pdrop": config.dropout, "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": config.tie_embeddings, "bos_token_id": eot, "eos_token_id": eot,
+            "pad_token_id": eot, "dtype": "float32"}
+
+
+def stored(model: GPT, source: Path) -> dict[str, Tensor]:
+    """The tensors of a GPT-2 under GPT2LMHeadModel's names, in fp32, with zeros for biases.
+
+    source: its checkpoint, named by the UserError for weights that are no numbers.
+    """
+    ours, out = dict(model.named_parameters()), {}
+    for name, shape in stored_shapes(model.config).items():
+        w = finite(source, name, ours[name].detach()) if name in ours else torch.zeros(shape)
+        stored_as = name if name == "lm_head.weight" else f"transformer.{name}"
+        out[stored_as] = transposed(name, w).contiguous()
+    return out
+
+
+# ---------------------------------------------------------------------------------------- the check
+
+
+@torch.no_grad()
+def difference(folder: Path, model: GPT, tokenizer: Tokenizer) -> tuple[float, str]:
+    """Largest difference between the logits of an export and of the model, and who read the export.
+
+    transformers read it the way of a user, through its tokenizer. RuntimeError where the export is
+    not what it should be.
+    """
+    text, config = some_text(tokenizer), model.config
+    ids = torch.tensor([tokenizer.encode(text)[: min(config.block_size, LOGITS)]])
+    try:
+        from transformers import AutoTokenizer, GPT2LMHeadModel
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError:
+        library = "this project (transformers is not installed)"
+        files = headers([folder / "model.safetensors"], folder / "config.json", config)
+        got = gpt2(read_weights(files, config), config, ids)
+    else:
+        library = "transformers"
+        disable_progress_bar()
+        encode = AutoTokenizer.from_pretrained(folder)
+        batch = encode(text, truncation=True, max_length=TEXT, return_tensors="pt")
+        if batch["input_ids"].tolist() != [tokenizer.encode(text)[:TEXT]]:
+            raise RuntimeError(f"the tokenizer of {folder} gives other ids than {tokenizer.spec} "
+                               "here")
+        beginning = {name: rows[:, : ids.size(1)] for name, rows in batch.items()}
+        got = GPT2LMHeadModel.from_pretrained(folder).eval()(**beginning).logits.float()
+    worst, same = compare(got, model.eval()(ids))
+    if not same:
+        raise RuntimeError(f"the logits of {folder} differ by {worst} when {library} reads it")
+    return worst, library
+
+
+def some_text(tokenizer: Tokenizer) -> str:
+    """The text of tokens that are drawn with a fixed seed, so that any tokenizer knows it."""
+    special = {*tokenizer.special.values()}
+    ids = [id for id in range(tokenizer.vocab_size)
+           if id not in special and tokenizer.token_bytes(id)]
+    drawn = torch.randint(len(ids), (TEXT,), generator=torch.Generator().manual_seed(0))
+    return tokenizer.decode(ids[i] for i in drawn.tolist())

@@ -10,7 +10,6 @@ stops at nothing. A module that only one side needs is imported where that side 
 """
 
 import ctypes
-import importlib.util
 import json
 import logging
 import sys
@@ -101,15 +100,12 @@ def read_bandwidth() -> float:
 class Side:
     """A side has one way to do everything unless it says otherwise."""
 
-    def __init__(self, folder: Path, bits: str, note: str):
-        self.folder, self.bits, self.note = folder, bits, note
+    def __init__(self, folder: Path, note: str):
+        self.folder, self.note = folder, note
         self.vocab = read_shape(folder)["vocab_size"]
 
     def ways(self, kind: str) -> list[str]:
         return [self.note]
-
-    def generate(self, prompts: np.ndarray, new: int, way: str, on_token: OnToken) -> None:
-        raise NotImplementedError
 
 
 class Ours(Side):
@@ -119,7 +115,7 @@ class Ours(Side):
         from kit.kernels import fast
 
         self.model = self.load(folder)
-        super().__init__(folder, bits, fast(self.model, DTYPES[bits]))
+        super().__init__(folder, fast(self.model, DTYPES[bits]))
 
     def load(self, folder: Path) -> "GPT":
         """In fp32, without dropout."""
@@ -171,7 +167,7 @@ class HuggingFace(Side):
         import transformers
 
         transformers.logging.set_verbosity_error()
-        super().__init__(folder, bits, f"transformers {transformers.__version__}")
+        super().__init__(folder, f"transformers {transformers.__version__}")
         names = {"32": ["float32"], "16": ["bfloat16", "float16"]}[bits]
         self.models = {name: self.load(getattr(torch, name)) for name in names}
 
@@ -218,13 +214,12 @@ class NanoGPT(Side):
     def __init__(self, folder: Path, bits: str, clone: Path):
         from safetensors.torch import load_file
 
-        super().__init__(folder, bits, "as its sample.py")
+        super().__init__(folder, "as its sample.py")
         sys.dont_write_bytecode = True  # no caches in the clone
-        spec = importlib.util.spec_from_file_location("nanogpt_model", clone / "model.py")
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        config = module.GPTConfig(**read_shape(folder), bias=True, dropout=0.0)
-        self.model = module.GPT(config).eval()
+        sys.path.insert(0, str(clone))
+        from model import GPT, GPTConfig  # nanoGPT's
+
+        self.model = GPT(GPTConfig(**read_shape(folder), bias=True, dropout=0.0)).eval()
         weights = {f"transformer.{name}": w for name, w in load_file(folder / WEIGHTS).items()}
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
         self.model.load_state_dict(weights)
@@ -251,7 +246,7 @@ class LlamaCpp(Side):
     def __init__(self, folder: Path, bits: str):
         import llama_cpp
 
-        super().__init__(folder, bits, f"llama-cpp-python {llama_cpp.__version__}")
+        super().__init__(folder, f"llama-cpp-python {llama_cpp.__version__}")
         logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
         self.api, self.contexts = llama_cpp, {}
         llama_cpp.llama_backend_init()

@@ -16,7 +16,10 @@ TINY = ("--tokenizer=char --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --
 
 
 def seconds_to_byte(number: int, command: list[str], env: dict[str, str]) -> float:
-    """Seconds from the start of a process to a byte of its stdout; it must end well, too."""
+    """Seconds from the start of a process to a byte of its stdout, -1: to its end.
+
+    ProcessFailed if it fails.
+    """
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], cwd=CLONE, env=os.environ | env,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -42,7 +45,7 @@ def measure_start(work: Path, rounds: int) -> Row:
     found = []
     for number in range(rounds + 1):
         found.append((seconds_to_byte(len(PROMPT) + 1, write, env),
-                      seconds_to_byte(1, ["-c", "import torch; print(flush=True)"], env)))
+                      seconds_to_byte(-1, ["-c", "import torch"], env)))
         log(f"start {number} of {rounds}: first token {found[-1][0]:.2f} s, "
             f"import torch {found[-1][1]:.2f}")
     first, imported = map(statistics.median, zip(*found[1:], strict=True))

@@ -1,1 +1,1 @@
-"""One file per question of speed, side by side with others."""
+"""How fast is it, and how safe? One file or folder per question, side by side with others."""

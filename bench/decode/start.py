@@ -1,72 +1,52 @@
-"""How long does `python sample.py` take to its first token? Against `import torch` alone."""
+"""How long does `python sample.py` take to its first token? Beside `import torch` alone."""
 
 import os
 import statistics
+import string
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from bench.trial import CLONE, Row, TrialFailed, apart, tell
+from bench.common import CLONE, ProcessFailed, Row, log
 
 PROMPT = "First"
-SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64}
+TINY = ("--tokenizer=char --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --device=cpu "
+        "--max_iters=1 --warmup_iters=0 --eval_iters=1").split()
 
 
-def make_run(folder: Path) -> None:
-    """An untrained model of characters as a run folder; it imports torch: call it apart."""
-    import torch
+def seconds_to_byte(number: int, command: list[str], env: dict[str, str]) -> float:
+    """Seconds from the start of a process to a byte of its stdout, -1: to its end.
 
-    from data.tokenizer import make_tokenizer
-    from kit.run.store import save
-    from model import GPT, GPTConfig
-
-    tokenizer = make_tokenizer("char", ["".join(map(chr, range(32, 127))) + "\n"])
-    torch.manual_seed(1)
-    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **SHAPE))
-    folder.mkdir(parents=True)
-    state = {"step": 1, "rows": 0, "tokens": 0, "val_loss": 1.0, "val_bpb": 1.0,
-             "finished": True, "best_step": 1}
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    save(folder, model.config, weights, {}, tokenizer.to_json(), state, 1)
-
-
-def spans(command: list[str], after: int, env: dict[str, str]) -> tuple[float, float]:
-    """Seconds from the start of a process to byte number `after` + 1 on stdout, and to its end."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=CLONE, env=os.environ | env, stderr=errors,
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        seen, first = 0, None
-        while data := os.read(process.stdout.fileno(), 4096):
-            seen += len(data)
-            if first is None and seen > after:
-                first = time.perf_counter() - start
-        code = process.wait()
-        end = time.perf_counter() - start
-        process.stdout.close()
-        if code or first is None:
-            errors.seek(0)
-            last = "\n".join(errors.read().splitlines()[-8:])
-            raise TrialFailed(f"{command[1]} ended with {code} after {seen} bytes:\n{last}")
-    return first, end
-
-
-def measure_start(work: Path, repeats: int) -> Row:
-    """Medians of both, in turns, after one turn that warms the file cache.
-
-    first_token_s: to the first byte after the prompt. import_torch_s: `python -c "import torch"`
-    from its start to its end; import_torch_done_s: to the moment when torch is imported.
+    ProcessFailed if it fails.
     """
-    apart(make_run, work / "run")
-    write = [sys.executable, "sample.py", f"--out_dir={work / 'run'}", f"--prompt={PROMPT}",
-             "--max_new_tokens=16"]
-    torch = [sys.executable, "-c", "import torch; print(flush=True)"]
-    env, found = {"BONSAI_OUT": str(work)}, []
-    for number in range(repeats + 1):
-        first, done = spans(write, len(PROMPT), env)[0], spans(torch, 0, env)
-        found.append((first, done[1], done[0]))
-        tell(f"start {number} of {repeats}: first token {first:.2f} s, import torch {done[1]:.2f}")
-    names = "first_token_s", "import_torch_s", "import_torch_done_s"
-    return dict(zip(names, map(statistics.median, zip(*found[1:], strict=True)), strict=True))
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *command], cwd=CLONE, env=os.environ | env,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    seen = len(process.stdout.read(number))
+    seconds = time.perf_counter() - start
+    errors = process.communicate()[1].decode(errors="replace")
+    if process.returncode or seen < number:
+        end = "\n".join(errors.splitlines()[-8:])
+        raise ProcessFailed(f"{command[0]} ended with {process.returncode} after {seen} bytes:\n"
+                            f"{end}")
+    return seconds
+
+
+def measure_start(work: Path, rounds: int) -> Row:
+    """Medians of both, in turns, after one turn that warms the file cache."""
+    env = {"BONSAI_OUT": str(work), "BONSAI_DATA": str(work / "data")}
+    text = work / "text.txt"
+    text.write_text(string.printable * 20, newline="")
+    run = f"--out_dir={work / 'run'}"
+    seconds_to_byte(1, ["train.py", f"--dataset={text}", run, *TINY], env)
+    write = ["sample.py", run, f"--prompt={PROMPT}", "--max_new_tokens=16"]
+    found = []
+    for number in range(rounds + 1):
+        found.append((seconds_to_byte(len(PROMPT) + 1, write, env),
+                      seconds_to_byte(-1, ["-c", "import torch"], env)))
+        log(f"start {number} of {rounds}: first token {found[-1][0]:.2f} s, "
+            f"import torch {found[-1][1]:.2f}")
+    first, imported = map(statistics.median, zip(*found[1:], strict=True))
+    return {"first_token_s": first, "import_torch_s": imported}

@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 from bench import faults
-from bench.victim import Ended, Lost, ending
+from bench.faults import Ended, Lost, ending
 from data import DataError
 
 CLONE = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
 SABOTAGE = """
 import json, sys
-from bench import faults, victim
-from kit.run import store
-victim.train.moments.load_state = lambda *args: None  # goes on with new momenta
-checkpoint.examine = lambda run, warn: [  # takes any checkpoint for a sound one
+from bench import faults
+from kit.run import moments, store
+moments.load_state = lambda *args: None  # goes on with new momenta
+store.examine = lambda run, warn: [  # takes any checkpoint for a sound one
     (folder, json.loads((folder / "state.json").read_text()))
-    for folder in checkpoint.newest_first(run)]
+    for folder in store.newest_first(run)]
 sys.exit(faults.main(sys.argv[1:]))
 """
 
@@ -34,17 +33,18 @@ def campaign(command: list[str], tmp_path: Path) -> tuple[subprocess.CompletedPr
     done = subprocess.run([sys.executable, *command], cwd=CLONE, capture_output=True, text=True,
                           env=os.environ | {"TMPDIR": str(temp), "PYTHONPATH": str(CLONE)})
     rows = json.loads(done.stdout.splitlines()[-1])["faults"] if done.stdout else []
-    return done, {row["fault"].split(" (")[0]: row for row in rows}
+    return done, {row["fault"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_and_nothing_is_left(tmp_path):
-    flags = "--kills=2 --damages=4 --signals=4 --full=2".split()
+    flags = "--kills=1 --damages=2 --signals=1 --full=1".split()
     done, rows = campaign(["-m", "bench.faults", *flags], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {fault: row["tried"] for fault, row in rows.items()} == {
-        "kill -9 at any moment": 2, "kill -9 at a file event": 2, "SIGTERM": 1, "SIGINT": 1,
-        "SIGHUP": 1, "SIGUSR1": 1,
-        "bit flipped": 2, "file truncated": 2, "disk full": 2}
+    assert {fault: row["tried"] for fault, row in rows.items() if fault != "disk full"} == {
+        "kill -9 at any moment": 1, "kill -9 at a file event": 1, "SIGTERM": 1,
+        "bit flipped": 1, "file truncated": 1}
+    assert "disk full" in rows or "only root" in done.stderr
     assert all(row["survived"] == row["tried"] for row in rows.values())
     assert done.stdout.splitlines()[0].split() == "fault tried survived lost of them silent".split()
     left = [p.name for p in (tmp_path / "temp").iterdir()]
@@ -54,6 +54,7 @@ def test_nothing_is_lost_and_nothing_is_left(tmp_path):
     assert not mounts.exists() or str(tmp_path) not in mounts.read_text()
 
 
+@pytest.mark.slow
 def test_what_is_lost_or_silently_used_is_counted_and_kept(tmp_path):
     script = tmp_path / "sabotage.py"
     script.write_text(SABOTAGE)
@@ -103,7 +104,7 @@ def test_an_ending_without_a_checkpoint_is_lost(tmp_path):
 
 
 def test_wrong_use_is_one_line(monkeypatch, capsys, tmp_path):
-    for flag in ("--kills=-1", "--text=nowhere.txt", "--damage=3", "--seed=x"):
+    for flag in ("--kills=-1", "--damage=3", "--seed=x"):
         with pytest.raises(SystemExit) as stop:
             faults.main([flag])
         assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1, flag

@@ -1,4 +1,4 @@
-"""What all experiments share: the command, spreads, tables, saved results.
+"""What all experiments share: the command, trials, spreads, tables, saved results.
 
 An experiment is a module with three functions, and `common.command` makes a command of them:
 
@@ -10,22 +10,28 @@ An experiment is a module with three functions, and `common.command` makes a com
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
 from data import DataError
 from data.prepare import Parser
-from experiments.lab import Lab
 from kit import errors
 from kit.files import replacing, write_text
 from kit.run.locate import out_root
@@ -39,6 +45,50 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.
        2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
        2.052, 2.048, 2.045, 2.042)
 Result, Rows = dict[str, Any], Sequence[Sequence[str]]
+
+
+class Lab:
+    """Where an experiment runs its trials: at which size, in how many processes."""
+
+    def __init__(self, quick: bool = False, workers: int = 1):
+        self.quick, self.workers = quick, workers
+
+    def trials(self, trial: Callable[..., Any], jobs: Sequence[dict[str, Any]]) -> list[Any]:
+        """[trial(**job) for job in jobs], side by side in processes of one thread each.
+
+        So results are the same for any number of workers. trial: a function at the top of a module.
+        """
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.workers, context, begin_process) as pool:
+            try:
+                futures = [pool.submit(trial, **job) for job in jobs]
+                for future in tqdm(as_completed(futures), total=len(jobs), unit="trial"):
+                    future.result()  # raises what the trial raised
+            except BaseException as e:  # ends all other trials, too
+                for process in multiprocessing.active_children():
+                    process.kill()
+                if isinstance(e, BrokenProcessPool):
+                    raise errors.UserError("a process of trials was killed, perhaps because memory "
+                                           "ran out; --workers=1 takes less") from None
+                raise
+        return [future.result() for future in futures]
+
+
+def begin_process() -> None:
+    """What each process of trials does first."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its trials
+
+    def follow() -> None:  # a parent that is killed cannot end them
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def select(runs: Sequence[Result], **settings: Any) -> list[Result]:
+    """The runs with these settings: one a seed."""
+    return [run for run in runs if all(run[key] == value for key, value in settings.items())]
 
 
 def spell(values: Sequence[float], digits: int = 3) -> str:
@@ -85,6 +135,7 @@ def main(name: str, argv: list[str]) -> int:
         parser.error(f"--workers={args.workers}: must be at least 1")
     results, figures = (out_root() / "experiments",) * 2 if args.quick else (RESULTS, FIGURES)
     results.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # in processes of trials, for other libraries than torch
     made, begun = commit(), time.perf_counter()
     result = module.measure(Lab(args.quick, args.workers))
     seconds = round(time.perf_counter() - begun, 1)
@@ -139,6 +190,14 @@ def load(name: str) -> dict[str, Any]:
         raise errors.UserError(f"{path} is missing or broken ({e}); `python -m experiments.{name}` "
                                "makes it again") from None
     return record
+
+
+def draw_seeds(ax: Any, x: Sequence[Any], seeds: Sequence[Sequence[float]], color: str,
+               label: str | None = None) -> None:
+    """A line through the means of seeds (points, seeds), and a dot for each seed."""
+    ax.plot(x, [np.mean(point) for point in seeds], color=color, label=label)
+    for at, point in zip(x, seeds, strict=True):
+        ax.plot([at] * len(point), point, ".", color=color)
 
 
 def figure(module: Any, result: Result, path: Path) -> None:

@@ -22,18 +22,9 @@ from numpy.random import Generator, default_rng
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.dataset import Dataset
-from experiments import common
-from experiments.lab import Lab
-from experiments.training import (
-    Batches,
-    Recipe,
-    attention_scores,
-    needs_scores,
-    text,
-    train,
-    windows,
-)
+from experiments import common, training
+from experiments.common import Lab
+from experiments.training import Batches, Recipe
 from model import GPT, GPTConfig
 
 T = 64  # context
@@ -103,7 +94,7 @@ def induction(model: GPT, sequences: Tensor) -> float:
     1 for a perfect induction head (the prefix matching score of Olsson et al.).
     """
     most = 0.0
-    for scores in attention_scores(model, sequences):
+    for scores in training.attention_scores(model, sequences):
         after = scores.softmax(-1).diagonal(1 - REPEATED, -2, -1)  # query i, key i - REPEATED + 1
         most = max(most, after[..., 1:].mean((0, 2)).max().item())  # from the second occurrence on
     return most
@@ -111,8 +102,8 @@ def induction(model: GPT, sequences: Tensor) -> float:
 
 def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[str, Any]:
     """Train one model, measured `points` times; rates are those of a training of UPDATES."""
-    data, texts = Dataset(text("byte")), ROWS if kind == "text" else ROWS // 4
-    batches = windows(data, texts, T, seed)
+    data, texts = training.stdlib(), ROWS if kind == "text" else ROWS // 4
+    batches = training.windows(data, texts, T, seed)
     if kind == "mixed":
         batches = mixed(batches, ROWS - texts, seed)
     sequences = torch.from_numpy(twice(default_rng(2**32), 128))  # the same for all
@@ -126,15 +117,15 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
         if step % every == 0:
             losses.append(occurrences(model, sequences))
 
-    train(model, batches, recipe, each=each)
+    training.train(model, batches, recipe, each)
     first, second = map(list, zip(*losses, strict=True))
     return {"first": first, "second": second, "every": every, "accuracy": accuracy(model, pairs),
             "induction": induction(model, sequences)}
 
 
 def measure(lab: Lab) -> dict[str, Any]:
-    needs_scores()
-    text("byte")  # prepared once, not by every process
+    training.needs_scores()
+    training.stdlib()  # prepared once, not by every process
     plan = ([("mixed", (1, 2), 1, 240, 6)] if lab.quick else  # data, layers, seeds, updates, points
             [(kind, (1, 2, 4), n, UPDATES[kind], 25) for kind, n in (("mixed", 5), ("text", 3))])
     jobs = [{"kind": kind, "layers": n, "seed": seed, "updates": updates, "points": points}

@@ -22,20 +22,9 @@ from numpy.random import Generator, default_rng
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.dataset import Dataset
-from experiments import common
-from experiments.lab import Lab
-from experiments.training import (
-    Batches,
-    MaskedGPT,
-    Recipe,
-    needs_masks,
-    prefix_mask,
-    target_only,
-    text,
-    train,
-    windows,
-)
+from experiments import common, training
+from experiments.common import Lab
+from experiments.training import Batches, MaskedGPT, Recipe
 from kit.evaluate import eval_batches
 from model import GPTConfig
 
@@ -57,8 +46,8 @@ class Task:
 
 
 def text_task(seed: int) -> Task:
-    data, T = Dataset(text("byte")), 128
-    return Task(data.vocab_size, T // 2, T, 2, 128, windows(data, 8, T, seed),
+    data, T = training.stdlib(), 128
+    return Task(data.vocab_size, T // 2, T, 2, 128, training.windows(data, 8, T, seed),
                 list(eval_batches(data.val, T, 32, 8)))
 
 
@@ -106,7 +95,7 @@ def build(task: Task, arm: str, seed: int) -> MaskedGPT:
     torch.manual_seed(seed)
     model = MaskedGPT(GPTConfig(task.vocab_size, task.T, task.n_layer, 4, task.n_embd),
                       init_std=0.05)
-    model.mask = prefix_mask(task.T, task.prefix if arm == "unilm" else 0)
+    model.mask = training.prefix_mask(task.T, task.prefix if arm == "unilm" else 0)
     return model
 
 
@@ -117,23 +106,20 @@ def learn(task: str, arm: str, seed: int, updates: int, every: int) -> dict[str,
     """
     t = TASKS[task](seed)
     model, losses = build(t, arm, seed), []
-
-    def batches(step: int) -> tuple[np.ndarray, np.ndarray]:
-        x, y = t.batches(step)
-        return x, y if arm == "all" else target_only(y, t.prefix)
+    batches = t.batches if arm == "all" else training.after_prefix(t.batches, t.prefix)
 
     def each(step: int) -> None:
         if step % every == 0:
             losses.append(loss_by_position(model, t))
 
-    train(model, batches, Recipe(updates, lr_decay_iters=UPDATES[task]), each=each)
+    training.train(model, batches, Recipe(updates, lr_decay_iters=UPDATES[task]), each)
     return {"curve": [loss.mean().item() for loss in losses], "positions": losses[-1].tolist()}
 
 
 def measure(lab: Lab) -> dict[str, Any]:
     """Curves and losses by position of each task, arm and seed."""
-    needs_masks()
-    text("byte")  # prepared once, not by every process
+    training.needs_masks()
+    training.stdlib()  # prepared once, not by every process
     seeds = range(1, 2 if lab.quick else 6)
     updates = {"text": 2, "hops": 130} if lab.quick else UPDATES
     points = {"text": 1, "hops": 2} if lab.quick else {"text": 5, "sort": 10, "hops": 10}

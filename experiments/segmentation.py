@@ -19,8 +19,7 @@ from data.making.bytelevel import merges
 from data.shards import Split
 from data.tokenizer import Tokenizer
 from experiments import common, training
-from experiments.common import COLORS, Result, Rows, spell, spell_difference
-from experiments.lab import Lab
+from experiments.common import COLORS, Lab, Result, Rows, spell, spell_difference
 from kit.evaluate import eval_batches, evaluate
 from model import GPT, GPTConfig
 
@@ -110,19 +109,20 @@ def epochs(segmenter: Segmenter, words: Words, p: float, seed: int) -> Iterator[
 def trial(p: float, dropout: float, seed: int, n_bytes: int, n_embd: int, lengths: list[int],
           every: int) -> Result:
     """Train a model by each schedule -> bits per byte of validation after each `every` updates."""
-    data, curves = Dataset(training.text("bpe:1024")), {}
+    data, curves = training.stdlib("bpe:1024"), {}
     segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.train, n_bytes, seed)
     for n in lengths:
         torch.manual_seed(seed)  # also of dropout
         model = GPT(GPTConfig(data.vocab_size, T, 2, 4, n_embd, dropout), 0.05)
-        curves[str(n)] = learn(model, data, epochs(segmenter, words, p, seed), n, every,
-                               n / sum(lengths))
+        curves[str(n)] = learn(model, data, epochs(segmenter, words, p, seed), n, every)
     tokens, _ = segmenter.segment(words, p, np.random.default_rng([seed, 0]))
     return {"bpb": curves, "tokens_per_byte": len(tokens) / n_bytes}
 
 
-def learn(model: GPT, data: Dataset, batches: Iterator, n: int, every: int, share: float) -> list:
+def learn(model: GPT, data: Dataset, batches: Iterator[tuple], updates: int,
+          every: int) -> list[float]:
+    """Train the model -> bits per byte of validation after each `every` updates."""
     bpb, lengths = [], data.token_byte_lengths()
 
     def measure(step: int) -> None:
@@ -130,7 +130,7 @@ def learn(model: GPT, data: Dataset, batches: Iterator, n: int, every: int, shar
             fixed = eval_batches(data.val, T, 8, 32)  # 16,384 tokens from 32 places
             bpb.append(evaluate(model, fixed, lengths, data.separator, torch.inference_mode)["bpb"])
 
-    training.train(model, lambda _: next(batches), training.Recipe(n), share, measure)
+    training.train(model, lambda _: next(batches), training.Recipe(updates), measure)
     return bpb
 
 
@@ -139,7 +139,7 @@ def price(p: float, n_bytes: int, times: int, seed: int) -> float:
 
     -log2 of its odds, counted word by word; half a hit in `times` at least, so a lower bound.
     """
-    data, rng = Dataset(training.text("bpe:1024")), np.random.default_rng(seed)
+    data, rng = training.stdlib("bpe:1024"), np.random.default_rng(seed)
     segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.val, n_bytes, seed)
     standard = segmenter.segment(words, 0, rng)[1]
@@ -151,7 +151,7 @@ def price(p: float, n_bytes: int, times: int, seed: int) -> float:
 
 
 def measure(lab: Lab) -> Result:
-    training.text("bpe:1024")  # prepared once, not by every process
+    training.stdlib("bpe:1024")  # prepared once, not by every process
     names, seeds = (["none", "p = 0.1"], [1, 2]) if lab.quick else (list(ARMS), [1, 2, 3])
     size = (dict(n_bytes=10_000, n_embd=64, lengths=[15, 45], every=15) if lab.quick else
             dict(n_bytes=200_000, n_embd=128, lengths=[150, 300], every=30))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from experiments import common
-from experiments.lab import Lab, tick
+from experiments.common import Lab
 from experiments.training import needs
 from kit.errors import UserError
 from model import GPT, GPTConfig
@@ -124,7 +124,6 @@ def descend(params: Sequence[Tensor], gradient: Callable, steps: Sequence[int]) 
     for step in range(max(steps) + 1):
         if step in steps:
             path.append(product(*params).double())
-            tick(0.2 / len(steps))
         params = [a - RATE * g / g.norm() for a, g in zip(params, gradient(*params), strict=True)]
     return path
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,12 @@ def to_json(record: dict[str, Any]) -> str:
 def commit() -> str:
     """The clone's commit, with a + if what experiments are made of differs from it."""
     parts = ["model.py", "kit", "data/*.py", "experiments/*.py"]
+    git = partial(subprocess.check_output, cwd=CLONE, text=True, stderr=subprocess.DEVNULL)
     try:
-        texts = [subprocess.run(["git", *words], cwd=CLONE, capture_output=True, text=True,
-                                timeout=60).stdout.strip()
-                 for words in (["log", "-1", "--format=%h"], ["status", "--porcelain", *parts])]
-    except (OSError, subprocess.TimeoutExpired):  # a clone without git
+        changed = git(["git", "status", "--porcelain", *parts])
+        return git(["git", "log", "-1", "--format=%h"]).strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # a clone without git
         return ""
-    return texts[0] + ("+" if texts[1] else "")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -198,6 +198,14 @@ def draw_seeds(ax: Any, x: Sequence[Any], seeds: Sequence[Sequence[float]], colo
     ax.plot(x, [np.mean(point) for point in seeds], color=color, label=label)
     for at, point in zip(x, seeds, strict=True):
         ax.plot([at] * len(point), point, ".", color=color)
+
+
+def draw_differences(ax: Any, x: Sequence[float], a: Sequence[Sequence[float]],
+                     b: Sequence[Sequence[float]], color: str, label: str) -> None:
+    """The mean of a - b at each x with its 95 % interval; a, b (points, seeds)."""
+    mean, half = np.transpose([difference(*pair) for pair in zip(a, b, strict=True)])
+    ax.errorbar(x, mean, np.where(np.isfinite(half), half, 0), color=color, label=label, fmt="o-",
+                markersize=4, capsize=3, elinewidth=1)
 
 
 def figure(module: Any, result: Result, path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from experiments import common, training
-from experiments.common import COLORS, Lab, difference, select, spell, spell_difference
+from experiments.common import COLORS, Lab, select, spell, spell_difference
 from experiments.training import Recipe
 from model import GPT, GPTConfig
 
@@ -130,13 +130,12 @@ def draw(result: common.Result, fig: Any) -> None:
         if mode == "off":
             left.axhline(0, color=color, label=mode)
         else:
-            before, after = ([difference(late(result, mode, "interpolate", size, when),
-                                         late(result, "off", "interpolate", size, when))
-                              for size in sizes] for when in ("before", "after"))
-            left.errorbar([size * 1.03 ** (i - 2) for size in sizes], *np.transpose(before),
-                          color=color, label=mode, marker="o", markersize=4, capsize=2,
-                          elinewidth=1)
-            left.plot(sizes, [mean for mean, _ in after], ":", color=color)
+            before, off, after, off_after = (
+                [late(result, which, "interpolate", size, when) for size in sizes]
+                for when in ("before", "after") for which in (mode, "off"))
+            apart = [size * 1.03 ** (i - 2) for size in sizes]  # so that no bar hides another
+            common.draw_differences(left, apart, before, off, color, mode)
+            left.plot(sizes, np.mean(after, 1) - np.mean(off_after, 1), ":", color=color)
         curves = [run["entropy"] for run in select(result["runs"], mode=mode, way="interpolate")]
         n = 0.75 * np.array([int(key) for key in curves[0]])  # middle of n/2 .. n
         right.plot(n, np.mean([list(c.values()) for c in curves], axis=0), color=color)

@@ -10,9 +10,7 @@ the whole input, where UniLM could gain most: numbers in order; pointers p, the 
     python -m experiments.prefix_lm [--quick]
 """
 
-import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +43,6 @@ class Task:
     fixed: list[tuple[np.ndarray, np.ndarray]]  # what the models are measured on, of all tokens
 
 
-def text_task(seed: int) -> Task:
-    data, T = training.stdlib(), 128
-    return Task(data.vocab_size, T // 2, T, 2, 128, training.windows(data, 8, T, seed),
-                list(eval_batches(data.val, T, 32, 8)))
-
-
 def sort(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers (rows, LETTERS), with repeats, and the same in order."""
     x = rng.integers(NUMBERS, size=(rows, LETTERS))
@@ -63,21 +55,20 @@ def hops(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return p, np.take_along_axis(p, np.take_along_axis(p, p, 1), 1)
 
 
-def question_task(ask: Callable, seed: int) -> Task:
-    """Windows of an input, a mark and the answer."""
+def make_task(name: str, seed: int) -> Task:
+    """Windows of text; or an input, a mark and the answer."""
+    if name == "text":
+        data, T = training.stdlib(), 128
+        return Task(data.vocab_size, T // 2, T, 2, 128, training.windows(data, 8, T, seed),
+                    list(eval_batches(data.val, T, 32, 8)))
+
     def batch(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        question, answer = ask(rng, rows)
+        question, answer = {"sort": sort, "hops": hops}[name](rng, rows)
         row = np.hstack([question, np.full((rows, 1), NUMBERS), answer])
         return row[:, :-1], row[:, 1:]
 
     return Task(NUMBERS + 1, LETTERS + 1, 2 * LETTERS, 3, 64,
-                lambda step: batch(default_rng([seed, step]), 64),
-                [batch(default_rng(2**32), 256)])
-
-
-TASKS: dict[str, Callable[[int], Task]] = {
-    "text": text_task, "sort": lambda seed: question_task(sort, seed),
-    "hops": lambda seed: question_task(hops, seed)}
+                lambda step: batch(default_rng([seed, step]), 64), [batch(default_rng(2**32), 256)])
 
 
 @torch.inference_mode()
@@ -104,7 +95,7 @@ def learn(task: str, arm: str, seed: int, updates: int, every: int) -> dict[str,
 
     Learning rates are those of a training of UPDATES; it may break off before.
     """
-    t = TASKS[task](seed)
+    t = make_task(task, seed)
     model, losses = build(t, arm, seed), []
     batches = t.batches if arm == "all" else training.after_prefix(t.batches, t.prefix)
 
@@ -155,13 +146,12 @@ def table(result: dict[str, Any]) -> common.Rows:
 def draw(result: dict[str, Any], fig: Any) -> None:
     left, right = fig.subplots(1, 2)
     size = 8  # bytes of text that are one point
-    for arm, color in zip(("unilm", "all"), common.COLORS[1:], strict=False):
-        a, b = ([[statistics.fmean(run["positions"][i : i + size]) for run in result["text"][which]]
-                 for i in range(0, 64, size)] for which in (arm, "gpt"))
-        mean, half = zip(*map(common.difference, a, b), strict=True)
-        left.errorbar(np.arange(len(mean)) * size + size / 2 + (arm == "all"), mean,
-                      [h if math.isfinite(h) else 0 for h in half], color=color, fmt="o-",
-                      capsize=3, lw=1.4, ms=4, label=f"{ARMS[arm]} - GPT")
+    points = {arm: np.mean([np.reshape(run["positions"][:64], (-1, size)) for run in runs], 2).T
+              for arm, runs in result["text"].items()}  # (points, seeds)
+    for i, arm in enumerate(("unilm", "all")):
+        middles = size * (np.arange(len(points[arm])) + 0.5)
+        common.draw_differences(left, middles + i, points[arm], points["gpt"],
+                                common.COLORS[i + 1], f"{ARMS[arm]} - GPT")
     left.axhline(0, color=common.COLORS[0], lw=1.2)
     left.set(title="text", xlabel="bytes after the input", ylabel="difference of loss, nats a byte")
     left.margins(y=0.35)  # room for the legend

@@ -30,8 +30,8 @@ def test_answers_follow_from_questions(seed, rows):
 
 @pytest.mark.parametrize("name", ["sort", "hops"])
 def test_windows_are_question_mark_answer(name):
-    task = prefix_lm.TASKS[name](3)
-    (x, y), (x_again, _), (other, _) = task.batches(0), prefix_lm.TASKS[name](3).batches(0), \
+    task = prefix_lm.make_task(name, 3)
+    (x, y), (x_again, _), (other, _) = task.batches(0), prefix_lm.make_task(name, 3).batches(0), \
         task.batches(1)
     assert x.shape == y.shape == (64, task.T) and (x == x_again).all() and (x != other).any()
     assert (x[:, 1:] == y[:, :-1]).all()
@@ -59,7 +59,7 @@ def test_who_sees_whom(prefix, changed):
 
 
 def test_loss_by_position_is_the_models_own():
-    task = prefix_lm.TASKS["sort"](1)
+    task = prefix_lm.make_task("sort", 1)
     torch.manual_seed(0)
     model = MaskedGPT(GPTConfig(task.vocab_size, task.T, 1, 2, 8)).eval()
     model.mask = prefix_mask(task.T, task.prefix)
@@ -72,7 +72,7 @@ def test_loss_by_position_is_the_models_own():
 
 
 def test_arms_differ_in_the_mask_alone():
-    task = prefix_lm.TASKS["hops"](1)
+    task = prefix_lm.make_task("hops", 1)
     gpt, unilm, every = (prefix_lm.build(task, arm, seed=1) for arm in prefix_lm.ARMS)
     for other in (unilm, every):
         torch.testing.assert_close(dict(other.state_dict()), dict(gpt.state_dict()), rtol=0, atol=0)

@@ -36,8 +36,8 @@ ARMS = {"reasoning": "after reasoning", "dots": "after dots", "direct": "at once
 ROWS, BLOCK = 32, 96  # of a batch; tokens of the longest example, and some
 FULL = {"spread": {"updates": 450, "trained": [3, 4, 5, 6, 7, 8], "tested": [4, 6, 8, 10]},
         "sum": {"updates": 700, "trained": [2, 3, 4, 5, 6], "tested": [2, 3, 4, 5, 6]}}
-QUICK = {"spread": {"updates": 240, "trained": [3], "tested": [3]},
-         "sum": {"updates": 60, "trained": [2], "tested": [2]}}
+QUICK = {"spread": {"updates": 180, "trained": [3], "tested": [3]},
+         "sum": {"updates": 40, "trained": [2], "tested": [2]}}
 
 
 class Example(NamedTuple):

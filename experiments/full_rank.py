@@ -110,7 +110,7 @@ def grow(kind: str, d: int, seed: int, updates: int) -> dict[str, Any]:
 def measure(lab: Lab) -> common.Result:
     training.needs_masks()
     training.needs_scores()
-    dims, seeds, updates = ((4,), (1,), 40) if lab.quick else ((4, 16, 32), (1, 2, 3), 400)
+    dims, seeds, updates = ((4,), (1,), 20) if lab.quick else ((4, 16, 32), (1, 2, 3), 400)
     training.stdlib()  # prepared once, not by every process
     jobs = [{"kind": kind, "d": d, "seed": seed, "updates": updates}
             for seed in seeds for d in dims for kind in KINDS]

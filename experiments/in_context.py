@@ -126,7 +126,7 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
 def measure(lab: Lab) -> dict[str, Any]:
     training.needs_scores()
     training.stdlib()  # prepared once, not by every process
-    plan = ([("mixed", (1, 2), 1, 240, 6)] if lab.quick else  # data, layers, seeds, updates, points
+    plan = ([("mixed", (1, 2), 1, 210, 6)] if lab.quick else  # data, layers, seeds, updates, points
             [(kind, (1, 2, 4), n, UPDATES[kind], 25) for kind, n in (("mixed", 5), ("text", 3))])
     jobs = [{"kind": kind, "layers": n, "seed": seed, "updates": updates, "points": points}
             for kind, depths, seeds, updates, points in plan

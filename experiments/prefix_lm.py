@@ -112,7 +112,7 @@ def measure(lab: Lab) -> dict[str, Any]:
     training.needs_masks()
     training.stdlib()  # prepared once, not by every process
     seeds = range(1, 2 if lab.quick else 6)
-    updates = {"text": 2, "hops": 130} if lab.quick else UPDATES
+    updates = {"text": 2, "hops": 120} if lab.quick else UPDATES
     points = {"text": 1, "hops": 2} if lab.quick else {"text": 5, "sort": 10, "hops": 10}
     jobs = [{"task": task, "arm": arm, "seed": seed, "updates": n, "every": n // points[task]}
             for task, n in updates.items() for arm in ARMS for seed in seeds

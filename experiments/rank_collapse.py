@@ -176,7 +176,7 @@ def measure(lab: Lab) -> common.Result:
     needs_plain_blocks()
     training.stdlib()  # prepared once, not by every process
     wide, narrow = ("64 wide", "quick") if lab.quick else ("768 wide", "64 wide")
-    seeds, updates = ((1,), 60) if lab.quick else ((1, 2, 3), 300)
+    seeds, updates = ((1,), 40) if lab.quick else ((1, 2, 3), 300)
     parts = ["attention alone", WHOLE] if lab.quick else PARTS
     jobs = [{"size": narrow, "kind": kind, "part": part, "seed": seed, "updates": updates}
             for seed in seeds for kind, part in [("full", WHOLE), *product(["causal"], parts)]]

@@ -106,10 +106,10 @@ def epochs(segmenter: Segmenter, words: Words, p: float, seed: int) -> Iterator[
             yield rows[:, :-1], rows[:, 1:]
 
 
-def trial(p: float, dropout: float, seed: int, n_bytes: int, n_embd: int, lengths: list[int],
-          every: int) -> Result:
+def trial(p: float, dropout: float, seed: int, tokenizer: str, n_bytes: int, n_embd: int,
+          lengths: list[int], every: int) -> Result:
     """Train a model by each schedule -> bits per byte of validation after each `every` updates."""
-    data, curves = training.stdlib("bpe:1024"), {}
+    data, curves = training.stdlib(tokenizer), {}
     segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.train, n_bytes, seed)
     for n in lengths:
@@ -134,12 +134,12 @@ def learn(model: GPT, data: Dataset, batches: Iterator[tuple], updates: int,
     return bpb
 
 
-def price(p: float, n_bytes: int, times: int, seed: int) -> float:
+def price(p: float, seed: int, tokenizer: str, n_bytes: int, times: int) -> float:
     """Bits per byte that the standard segmentation costs a model that knows random ones perfectly.
 
     -log2 of its odds, counted word by word; half a hit in `times` at least, so a lower bound.
     """
-    data, rng = training.stdlib("bpe:1024"), np.random.default_rng(seed)
+    data, rng = training.stdlib(tokenizer), np.random.default_rng(seed)
     segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.val, n_bytes, seed)
     standard = segmenter.segment(words, 0, rng)[1]
@@ -151,15 +151,17 @@ def price(p: float, n_bytes: int, times: int, seed: int) -> float:
 
 
 def measure(lab: Lab) -> Result:
-    training.stdlib("bpe:1024")  # prepared once, not by every process
-    names, seeds = (["none", "p = 0.1"], [1, 2]) if lab.quick else (list(ARMS), [1, 2, 3])
+    names, seeds = (["none", "p = 0.1"], [1]) if lab.quick else (list(ARMS), [1, 2, 3])
+    tokenizer = "bpe:512" if lab.quick else "bpe:1024"
+    training.stdlib(tokenizer)  # prepared once, not by every process
     size = (dict(n_bytes=10_000, n_embd=64, lengths=[15, 45], every=15) if lab.quick else
             dict(n_bytes=200_000, n_embd=128, lengths=[150, 300], every=30))
-    jobs = [ARMS[name] | size | {"seed": seed} for name in names for seed in seeds]
-    runs = iter(lab.trials(trial, jobs))
-    odds = dict(seed=0, n_bytes=5_000 if lab.quick else 40_000, times=20 if lab.quick else 200)
+    runs = iter(lab.trials(trial, [{**ARMS[name], "seed": seed, "tokenizer": tokenizer, **size}
+                                   for name in names for seed in seeds]))
+    odds = dict(n_bytes=5_000, times=20) if lab.quick else dict(n_bytes=40_000, times=200)
     random = sorted({ARMS[name]["p"] for name in names} - {0.0})
-    prices = lab.trials(price, [dict(p=p, **odds) for p in random])
+    prices = lab.trials(price, [{"p": p, "seed": 0, "tokenizer": tokenizer, **odds}
+                                for p in random])
     return {"seeds": seeds, "size": size, "price": dict(zip(map(str, random), prices, strict=True)),
             "runs": {name: list(islice(runs, len(seeds))) for name in names}}
 

@@ -37,8 +37,8 @@ def trial(seed: int, fail: int = -1) -> dict:
 @pytest.mark.slow
 def test_trials_come_in_order_and_are_the_same_in_any_number_of_processes(capfd):
     jobs = [{"seed": seed} for seed in range(5)]
-    one, three = Lab(workers=1).trials(trial, jobs), Lab(workers=3).trials(trial, jobs)
-    assert one == three and [found["seed"] for found in one] == [0, 1, 2, 3, 4]
+    one, two = Lab(workers=1).trials(trial, jobs), Lab(workers=2).trials(trial, jobs)
+    assert one == two and [found["seed"] for found in one] == [0, 1, 2, 3, 4]
     assert "5/5" in capfd.readouterr().err
 
 
@@ -64,9 +64,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [
-    signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "Ctrl-C", "out of memory"])
-def test_no_process_outlives_the_command(tmp_path, number):
+@pytest.mark.parametrize("end", ["Ctrl-C", "killed", "out of memory"])
+def test_no_process_outlives_the_command(tmp_path, end):
     """Ctrl-C goes to all processes of a terminal, and only one of them speaks."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     file = tmp_path / "pid"
@@ -75,15 +74,15 @@ def test_no_process_outlives_the_command(tmp_path, number):
                               stderr=subprocess.PIPE, text=True, start_new_session=True,
                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     wait(lambda: file.exists() and file.read_text())
-    if number == "Ctrl-C":
+    if end == "Ctrl-C":
         os.killpg(parent.pid, signal.SIGINT)
-    elif number == "out of memory":  # the system kills the largest process
+    elif end == "out of memory":  # the system kills the largest process
         os.kill(int(file.read_text()), signal.SIGKILL)
     else:
-        parent.send_signal(number)
+        parent.kill()
     said = parent.communicate(timeout=60)[1]
     assert said.count("Traceback") <= 1 and "SpawnProcess" not in said
-    assert ("a process of trials was killed" in said) == (number == "out of memory")
+    assert ("a process of trials was killed" in said) == (end == "out of memory")
     wait(lambda: has_ended(file.read_text()))
 
 

@@ -6,7 +6,7 @@ filler tokens in arXiv 2404.15758. Two problems, asked of the same model in seve
     spread   are all |x_i - x_j| < a?   4 1 8 <5?   440y 143y 187n:n
     sum      two numbers of n digits    345+678=    13 12 10:1023
 
-at once (the answer alone), after this reasoning, or after as many dots, which say nothing. Each
+at once (the answer alone), after this reasoning, or after as many dots, which mean nothing. Each
 model learns one problem in one way, from the same examples in as many updates, and then answers
 fresh ones greedily. One more answers at once, after twice the updates on twice the examples.
 
@@ -163,8 +163,8 @@ def table(result: common.Result) -> common.Rows:
         direct = right_answers(result, problem, "direct", longest)
         for arm in {t["arm"]: None for t in result["trials"]}:
             right = {n: right_answers(result, problem, arm, n) for n in sizes["tested"]}
-            cells = [common.spell(right[n], 1) if n in right else "" for n in columns]
-            gain = "" if arm == "direct" else common.spell_difference(right[longest], direct, 1)
+            cells = [common.format_mean(right[n], 1) if n in right else "" for n in columns]
+            gain = "" if arm == "direct" else common.format_difference(right[longest], direct, 1)
             tokens = fmean(t["tokens"][str(longest)]
                            for t in select(result["trials"], problem=problem, arm=arm))
             rows.append([f"{problem}, {ARMS[arm]}", *cells, gain, f"{tokens:.1f}"])

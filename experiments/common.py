@@ -92,7 +92,7 @@ def select(runs: Sequence[Result], **settings: Any) -> list[Result]:
     return [run for run in runs if all(run[key] == value for key, value in settings.items())]
 
 
-def spell(values: Sequence[float], digits: int = 3) -> str:
+def format_mean(values: Sequence[float], digits: int = 3) -> str:
     """Mean and standard deviation of the seeds: '1.234 ± 0.005'."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
@@ -112,7 +112,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(pairs), t * error
 
 
-def spell_difference(a: Sequence[float], b: Sequence[float], digits: int = 3) -> str:
+def format_difference(a: Sequence[float], b: Sequence[float], digits: int = 3) -> str:
     """'+0.123 (± 0.045)': mean of a - b and half of its 95 % interval."""
     mean, half = difference(a, b)
     return f"{mean:+.{digits}f} (± {half:.{digits}f})"

@@ -100,7 +100,7 @@ def in_turn(ways: dict[str, Callable[[int], object]], sizes: list[int],
 
 
 def write(model: GPT, ids: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits after ids (1, T): over a cache that has room for T and has seen them, or anew."""
+    """Logits after ids (1, T), over a cache that has seen them and has room for T, or without."""
     if cache is None:
         return model.logits(model.hidden(ids)[:, -1])
     cache.pos = cache.longest = ids.size(1) - 1  # it stores again what it held of the newest
@@ -109,7 +109,7 @@ def write(model: GPT, ids: Tensor, cache: KVCache | None) -> Tensor:
 
 def timed(shape: dict[str, int], contexts: list[int], lengths: dict[str, list[int]],
           rounds: int) -> dict[str, Any]:
-    """All times, in one process, so that nothing of ours runs beside it."""
+    """All times, in one process, so that no other trial runs beside it."""
     prepare_device(torch.device("cpu"))
     torch.manual_seed(0)
     model, training = GPT(GPTConfig(**shape)), {}

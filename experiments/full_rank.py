@@ -127,14 +127,14 @@ def table(result: common.Result) -> common.Rows:
              "log10 smallest / largest", "log10 of the determinant", "positive"]]
     for n, d, kind in product(LENGTHS, result["dims"], KINDS):
         found = ends(result, kind, d, n)
-        ranks = [common.spell([one["rank"][name] for one in found], 2) for name in TOLERANCES]
+        ranks = [common.format_mean([one["rank"][name] for one in found], 2) for name in TOLERANCES]
         dets = [one.get("exact_log10_det", one.get("log10_det")) for one in found]
         signs = [sign for one in found for sign in one.get("exact_signs", [])]
         least = [one["log10_sigma"][-1] for one in found]
         lost = statistics.fmean(least) < ROUNDING
         rows.append([kind, str(d), str(n), *ranks,
-                     f"< {ROUNDING}" if lost else common.spell(least, 1),
-                     "" if None in dets else common.spell(dets, 0),
+                     f"< {ROUNDING}" if lost else common.format_mean(least, 1),
+                     "" if None in dets else common.format_mean(dets, 0),
                      f"{signs.count(1)} of {len(signs)}" if signs else ""])
     return rows
 

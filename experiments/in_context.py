@@ -5,10 +5,10 @@ Source: Elhage et al. 2021 (transformer-circuits.pub/2021/framework), Olsson et 
 It needs a head of an earlier layer that tells each position which token was before it.
 
 Models of 1, 2 and 4 layers learn windows of Python's standard library ("text"), or batches of which
-three quarters are random letters repeated with a period of their own, each window anew ("mixed").
-During training: the loss on the first and the second occurrence of random sequences. In the end:
-how much a head looks where an induction head would, and few-shot accuracy on pairs of a key (a-z)
-and its value (A-Z), another mapping in each sequence. No model has seen such pairs.
+three quarters are random letters repeated with a period of their own, others in each window
+("mixed"). During training: the loss on the first and the second occurrence of random sequences. In
+the end: how much a head looks where an induction head would, and few-shot accuracy on pairs of a
+key (a-z) and its value (A-Z), another mapping in each sequence. No model has seen such pairs.
 
     python -m experiments.in_context [--quick]
 """
@@ -157,11 +157,12 @@ def table(result: dict[str, Any]) -> common.Rows:
             when = f"{min(steps)} to {max(steps)}" if steps else "never"
             if 0 < len(steps) < len(runs):
                 when += f", {len(steps)} of {len(runs)}"
-            rows.append([f"{kind}, {layers}", *(common.spell([run[key][-1] for run in runs], 2)
-                                                for key in ("first", "second")), when,
-                         common.spell([run["induction"] for run in runs], 2),
-                         *(common.spell([run["accuracy"][k] for run in runs], 2)
-                           for k in (8, SHOTS))])
+            losses = [[run[key][-1] for run in runs] for key in ("first", "second")]
+            looks = [run["induction"] for run in runs]
+            right = [[run["accuracy"][k] for run in runs] for k in (8, SHOTS)]
+            first, second, look, few, many = (
+                common.format_mean(values, 2) for values in (*losses, looks, *right))
+            rows.append([f"{kind}, {layers}", first, second, when, look, few, many])
     return rows
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from experiments import common, training
-from experiments.common import COLORS, Lab, select, spell, spell_difference
+from experiments.common import COLORS, Lab, format_difference, format_mean, select
 from experiments.training import Recipe
 from model import GPT, GPTConfig
 
@@ -118,7 +118,7 @@ def table(result: common.Result) -> common.Rows:
         row = [f"{way}, {mode}"]
         for size, when in columns:
             here, off = late(result, mode, way, size, when), late(result, "off", way, size, when)
-            row.append(spell(here) if mode == "off" else spell_difference(here, off))
+            row.append(format_mean(here) if mode == "off" else format_difference(here, off))
         rows.append(row)
     return rows
 

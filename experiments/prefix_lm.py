@@ -4,7 +4,7 @@ Source: kexue.fm 9529 and 9547, for equal parameters and data. A window is an in
 it, the target. Both models have the same parameters, initial weights, batches and updates and learn
 the target alone; the input is seen causally (GPT) or as a whole (UniLM, arXiv 1905.03197). `text`:
 the second half of windows of Python's standard library, given the first; here a third arm does what
-one would really do and learns every token. `sort` and `hops` are questions whose answer hangs on
+one would really do and learns every token. `sort` and `hops` are questions whose answer depends on
 the whole input, where UniLM could gain most: numbers in order; pointers p, the answers p[p[p[i]]].
 
     python -m experiments.prefix_lm [--quick]
@@ -135,10 +135,11 @@ def table(result: dict[str, Any]) -> common.Rows:
         if task in result:
             arms = {arm: last(runs, tokens) for arm, runs in result[task].items()}
             name = f"{task}, first {tokens} tokens" if tokens else task
-            row = [name, common.spell(arms["gpt"]), common.spell(arms["unilm"]),
-                   common.spell_difference(arms["unilm"], arms["gpt"])]
-            row += [common.spell(arms["all"]), common.spell_difference(arms["all"], arms["gpt"])
-                    ] if "all" in arms else ["", ""]
+            row = [name, common.format_mean(arms["gpt"])]
+            for arm in ("unilm", "all"):
+                row += [common.format_mean(arms[arm]),
+                        common.format_difference(arms[arm], arms["gpt"])
+                        ] if arm in arms else ["", ""]
             rows.append(row)
     return rows
 

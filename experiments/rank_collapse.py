@@ -185,10 +185,10 @@ def measure(lab: Lab) -> common.Result:
             "runs": lab.trials(grow, jobs)}
 
 
-def spell(values: list[float]) -> str:
+def format_residual(values: list[float]) -> str:
     """Mean and deviation, but small values from least to largest: their powers of ten differ."""
     ends = dict.fromkeys(f"{v:.0e}" for v in (min(values), max(values)))
-    return common.spell(values) if max(values) > 0.01 else " to ".join(ends)
+    return common.format_mean(values) if max(values) > 0.01 else " to ".join(ends)
 
 
 def table(result: common.Result) -> common.Rows:
@@ -198,15 +198,15 @@ def table(result: common.Result) -> common.Rows:
         row = [f"{size}, {when}: {part}"]
         for kind in KINDS:
             curves = [run[when][part] for run in select(runs, size=size, kind=kind, part=WHOLE)]
-            row.append(" → ".join(spell([curve[i] for curve in curves]) for i in (1, -1)))
+            row.append(" → ".join(format_residual([curve[i] for curve in curves]) for i in (1, -1)))
         trained = select(runs, size=size, kind="causal", part=part) if when == "end" else []
-        rows.append([*row, common.spell([run["bpb"] for run in trained]) if trained else ""])
+        rows.append([*row, common.format_mean([run["bpb"] for run in trained]) if trained else ""])
     narrow, _ = result["states"][-1]
     titles = {"powers": "one layer takes eps to eps^p: p", "paths": "error of the sum over paths"}
     for what, (i, name) in product(titles, enumerate((", no skip", ", skip"))):
-        cells = [spell([run[what][i] for run in select(runs, size=narrow, kind=kind, part=WHOLE)])
+        found = [[run[what][i] for run in select(runs, size=narrow, kind=kind, part=WHOLE)]
                  for kind in KINDS]
-        rows.append([titles[what] + name, *cells, ""])
+        rows.append([titles[what] + name, *map(format_residual, found), ""])
     return rows
 
 

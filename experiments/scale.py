@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import common, training
-from experiments.common import COLORS, Lab, Result, select, spell, spell_difference
+from experiments.common import COLORS, Lab, Result, format_difference, format_mean, select
 from experiments.training import Recipe
 from model import GPT, GPTConfig
 
@@ -146,19 +146,20 @@ def by_factor(result: Result, power: float) -> dict[float, list[Result]]:
 def table(result: Result) -> list[list[str]]:
     rows = [["", "result", "to compare", "spread of scores / √(log n), layers 1, 2: start → end"]]
     for case in result["cases"]:
-        share = spell([100 * there / case["limit"] for there in case["there"]], 1)
+        share = format_mean([100 * there / case["limit"] for there in case["there"]], 1)
+        half = format_mean(case["half"], 1)
         drawn = f", q and k of {case['d']}" if case["d"] else ""
         rows.append([f"gradient at 0.84 √(log n), n = {case['n']}{drawn}",
                      f"{share} % of its limit",
-                     f"half of the queries past theirs: {spell(case['half'], 1)} (9 % grid)", ""])
+                     f"half of the queries past theirs: {half} (9 % grid)", ""])
     one = [run["loss"] for run in select(result["runs"], c=1.0, power=0.0)]
     for power, root in ((0.0, ""), (0.5, " √(log n)")):
         for c, runs in by_factor(result, power).items():
             losses = [run["loss"] for run in runs]
-            gain = "" if losses == one else f"{spell_difference(losses, one)} to times 1"
+            gain = "" if losses == one else f"{format_difference(losses, one)} to times 1"
             start, end = (", ".join(f"{mean:.2f}" for mean in np.mean([r[when] for r in runs], 0))
                           for when in ("start", "end"))
-            rows.append([f"loss, scores times {c:g}{root}", spell(losses), gain,
+            rows.append([f"loss, scores times {c:g}{root}", format_mean(losses), gain,
                          f"{start} → {end}"])
     return rows
 

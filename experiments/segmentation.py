@@ -2,7 +2,7 @@
 
 Subword regularisation (Kudo, arXiv 1804.10959; kexue.fm 9768) reads another segmentation each time.
 BPE dropout (Provilkov et al., arXiv 1910.13267) leaves out each possible merge with probability p.
-A small model reads little text, cut anew each epoch, and is tested on the standard segmentation.
+A small model reads little text, segmented again each epoch; it is tested on the standard one.
 
     python -m experiments.segmentation [--quick]
 """
@@ -19,7 +19,7 @@ from data.making.bytelevel import merges
 from data.shards import Split
 from data.tokenizer import Tokenizer
 from experiments import common, training
-from experiments.common import COLORS, Lab, Result, Rows, spell, spell_difference
+from experiments.common import COLORS, Lab, Result, Rows, format_difference, format_mean
 from kit.evaluate import eval_batches, evaluate
 from model import GPT, GPTConfig
 
@@ -95,7 +95,7 @@ def sample(segmenter: Segmenter, split: Split, n_bytes: int, seed: int) -> Words
 
 
 def epochs(segmenter: Segmenter, words: Words, p: float, seed: int) -> Iterator[tuple]:
-    """Batches x, y (ROWS, T): every epoch is segmented, cut into windows and shuffled anew."""
+    """Batches x, y (ROWS, T): every epoch is segmented, cut into windows and shuffled again."""
     for epoch in count():
         rng = np.random.default_rng([seed, epoch])
         ids = segmenter.segment(words, p, rng)[0].astype(np.int64)
@@ -178,8 +178,8 @@ def table(result: Result) -> Rows:
     for name, runs in result["runs"].items():
         here, cost = lowest_and_end(runs), result["price"].get(str(ARMS[name]["p"]), 0.0)
         tokens = np.mean([run["tokens_per_byte"] for run in runs])
-        rows.append([name, f"{tokens:.3f}", f"{cost:.3f}", *map(spell, here),
-                     *(["", ""] if name == "none" else map(spell_difference, here, none))])
+        rows.append([name, f"{tokens:.3f}", f"{cost:.3f}", *map(format_mean, here),
+                     *(["", ""] if name == "none" else map(format_difference, here, none))])
     return rows
 
 

@@ -196,7 +196,7 @@ def table(result: common.Result) -> common.Rows:
             rows.append(["mean / the authors' mean", *(f"{mean:.3f} / {PAPER.get(step, '-')}"
                          for step, mean in zip(at, np.mean(own, axis=1), strict=True))])
         rows.append([f"more than with {norms[1].title()}: problems, mean difference", *(
-            f"{np.greater(a, b).sum()} of {len(a)}, {common.spell_difference(a, b)}"
+            f"{np.greater(a, b).sum()} of {len(a)}, {common.format_difference(a, b)}"
             for a, b in zip(own, other, strict=True))])
     return rows
 

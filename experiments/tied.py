@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments import common, training
-from experiments.common import COLORS, Lab, Result, select, spell, spell_difference
+from experiments.common import COLORS, Lab, Result, format_difference, format_mean, select
 from experiments.training import Recipe
 from kit.evaluate import eval_batches
 from model import GPT, GPTConfig, KVCache
@@ -68,7 +68,7 @@ def trial(kind: str, std: float, seed: int, rate: float, rows: int, updates: int
 def branch_variance() -> float:
     """Variance of what all but wte add to an element of the stream before the final norm.
 
-    Every branch reads a normalised stream, so this hangs neither on std nor on kind. With s = STD
+    Every branch reads a normalised stream, so this depends neither on std nor on kind. With s = STD
     and p = s / sqrt(2 LAYERS), the std of the projections: attention averages n independent values
     of variance C s^2 at position n, its projection makes C p^2 of it; the MLP's 4C hidden values
     are gelu(u), u normal of variance C s^2, and its projection makes 4C p^2 of their mean square.
@@ -143,12 +143,12 @@ def table(result: Result) -> list[list[str]]:
              "tied - untied", "tied - exchanged"]]
     for std in result["stds"]:
         at = result["grid"].index(std)
-        starts = [f"{spell(losses(result, kind, std, 'start'), 2)} "
+        starts = [f"{format_mean(losses(result, kind, std, 'start'), 2)} "
                   f"({result['predicted'][kind][at]:.2f})" for kind in KINDS[:2]]
         tied, untied, exchanged = ends = [losses(result, kind, std) for kind in KINDS]
-        rows.append([f"{std:.3g}", *starts, *(spell(end) if end else "" for end in ends),
-                     spell_difference(tied, untied),
-                     spell_difference(tied, exchanged) if exchanged else ""])
+        rows.append([f"{std:.3g}", *starts, *(format_mean(end) if end else "" for end in ends),
+                     format_difference(tied, untied),
+                     format_difference(tied, exchanged) if exchanged else ""])
     sizes = [f"{select(result['runs'], kind=kind)[0]['parameters']:,}" for kind in KINDS]
     return [*rows, ["parameters", "", "", *sizes, "", ""]]
 

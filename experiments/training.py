@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class Recipe:
 
     max_iters: int = 600
     warmup_iters: int = 30
-    optimizer: str = "muon"
+    optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = 2e-2
     muon_lr: float = 0.012
     muon_momentum: float = 0.85
@@ -41,7 +41,7 @@ class Recipe:
     beta2: float = 0.95
     layer_lr_decay: float = 1.0
     decay_lr: bool = True
-    schedule: str = "linear"
+    schedule: Literal["cosine", "linear"] = "linear"
     cooldown: float = 0.6
     lr_decay_iters: int | None = None
     min_lr: float = 0.0
@@ -157,7 +157,7 @@ def widened(model: GPT, config: GPTConfig, way: str = "interpolate") -> GPT:
 
 
 class Sight(KVCache):
-    """Passed as a cache, it stores nothing and says which positions see each other."""
+    """Passed as a cache, it stores nothing and decides which positions see each other."""
 
     def __init__(self, seen: Tensor):
         super().__init__(n_layer=0)
@@ -174,7 +174,7 @@ class Sight(KVCache):
 
 
 class MaskedGPT(GPT):
-    """A GPT whose positions see what a mask says, not only what is before them.
+    """A GPT whose positions see what a mask allows, not only what is before them.
 
     mask: (T, T) or (B, 1, T, T), True where a query (row) may see a key (column).
     """
@@ -207,10 +207,10 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            self.keep(*args, **(kwargs or {}))
+            self.record(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def keep(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+    def record(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
              dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
              enable_gqa: bool = False) -> None:
         if scale is not None:

@@ -19,7 +19,7 @@ import torch
 
 from data.dataset import Dataset
 from experiments import common, training
-from experiments.common import COLORS, Lab, select, spell, spell_difference
+from experiments.common import COLORS, Lab, format_difference, format_mean, select
 from experiments.training import Batches, Recipe
 from model import GPT, GPTConfig
 
@@ -111,9 +111,9 @@ def table(result: common.Result) -> common.Rows:
         arm = of_share(result, share)
         row = [f"none, read at {T}" if share is None else f"{share:.0%}"]
         for what in ("all", "late"):
-            gain = "" if share == 1 else spell_difference(arm[what], wide[what])
-            row += [spell(arm[what]), gain]
-        rows.append([*row, spell(arm["seconds"], 1)])
+            gain = "" if share == 1 else format_difference(arm[what], wide[what])
+            row += [format_mean(arm[what]), gain]
+        rows.append([*row, format_mean(arm["seconds"], 1)])
     return rows
 
 

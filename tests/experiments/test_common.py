@@ -108,9 +108,9 @@ def test_runs_are_selected_by_their_settings():
 
 
 def test_spreads():
-    assert common.spell([1.0, 2.0, 3.0], 2) == "2.00 ± 1.00"
-    assert common.spell([1.25], 1) == "1.2"
-    assert common.spell_difference([2.0, 3.0, 4.0], [1.0, 2.0, 3.0]) == "+1.000 (± 0.000)"
+    assert common.format_mean([1.0, 2.0, 3.0], 2) == "2.00 ± 1.00"
+    assert common.format_mean([1.25], 1) == "1.2"
+    assert common.format_difference([2.0, 3.0, 4.0], [1.0, 2.0, 3.0]) == "+1.000 (± 0.000)"
     assert common.difference([3.0], [1.0]) == (2.0, float("inf"))
 
 

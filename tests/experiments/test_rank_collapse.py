@@ -77,9 +77,9 @@ def test_full_attention_cubes_a_residual_and_causal_attention_does_not():
 
 
 def test_small_residuals_are_spelt_from_least_to_largest():
-    assert r.spell([2.7e-5, 5.4e-3, 7e-5]) == "3e-05 to 5e-03"
-    assert r.spell([2.1e-16, 1.9e-16]) == "2e-16"
-    assert r.spell([0.1, 0.3, 0.2]) == "0.200 ± 0.100"
+    assert r.format_residual([2.7e-5, 5.4e-3, 7e-5]) == "3e-05 to 5e-03"
+    assert r.format_residual([2.1e-16, 1.9e-16]) == "2e-16"
+    assert r.format_residual([0.1, 0.3, 0.2]) == "0.200 ± 0.100"
 
 
 @pytest.mark.slow

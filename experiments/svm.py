@@ -208,8 +208,10 @@ def draw(result: common.Result, fig: Any) -> None:
         for ax, what, line in ((left, own, "-"), (left, other, "--"), (right, "probability", "-")):
             shown = [problem[way][what] for problem in result["problems"]]
             low, mid, high = np.percentile(shown, (25, 50, 75), axis=0)
-            ax.plot(steps, mid, line, color=color, label=name + f": {what.title()}" * (ax is left))
-            ax.fill_between(steps, low, high, color=color, alpha=0.15 * (line == "-"), lw=0)
+            label = f"{name}: {what.title()}" if ax is left else name
+            ax.plot(steps, mid, line, color=color, label=label)
+            if line == "-":
+                ax.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
     left.set(ylabel="correlation with the solution", ylim=(0.1, 1.02))
     right.set(ylabel="probability of the selected token", ylim=(0, 1.02))
     for ax in (left, right):

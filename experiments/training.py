@@ -253,19 +253,17 @@ TINY = {"vocab_size": 3, "block_size": 4, "n_layer": 2, "n_head": 2, "n_embd": 8
 
 
 def needs(*names: str) -> None:
-    """UserError, in one line, if model.py lacks what an experiment uses by these names.
+    """UserError, in one line, if model.py lacks what an experiment uses by one of these names.
 
     A name is an attribute of a GPT with two layers, as "h.0.attn.c_attn" or "config.attn_logn".
     """
-    model, missing = GPT(GPTConfig(**TINY)), []
+    model = GPT(GPTConfig(**TINY))
     for name in names:
         try:
             attrgetter(name)(model)
         except AttributeError:
-            missing.append(name)
-    if missing:
-        raise UserError(f"this experiment needs a GPT with {', '.join(missing)}, and that of "
-                        "model.py has no such part; it runs with the model as published")
+            raise UserError(f"this experiment needs a GPT with {name}, and that of model.py has no "
+                            "such part; it runs with the model as published") from None
 
 
 def needs_scores() -> None:

@@ -3,7 +3,7 @@
     python -m experiments.all
 
 Nothing is measured here: `python -m experiments.NAME` does that, and saves its numbers in
-experiments/results/NAME.json. Between <!-- NAME --> and <!-- /NAME --> the page is written anew.
+experiments/results/NAME.json. What stands between <!-- NAME --> and <!-- /NAME --> is replaced.
 """
 
 import importlib

@@ -6,7 +6,7 @@ filler tokens in arXiv 2404.15758. Two problems, asked of the same model in seve
     spread   are all |x_i - x_j| < a?   4 1 8 <5?   440y 143y 187n:n
     sum      two numbers of n digits    345+678=    13 12 10:1023
 
-at once (the answer alone), after this reasoning, or after as many dots, which say nothing. Each
+at once (the answer alone), after this reasoning, or after as many dots, which mean nothing. Each
 model learns one problem in one way, from the same examples in as many updates, and then answers
 fresh ones greedily. One more answers at once, after twice the updates on twice the examples.
 
@@ -16,8 +16,6 @@ fresh ones greedily. One more answers at once, after twice the updates on twice 
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean
@@ -26,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from data.dataset import Dataset
+from data.making.build import prepare
 from experiments import common
-from experiments.lab import Lab
+from experiments.common import Lab, select
 from experiments.training import Recipe, train, windows
 from kit.writing.window import steps
 from model import GPT, GPTConfig
@@ -37,8 +36,8 @@ ARMS = {"reasoning": "after reasoning", "dots": "after dots", "direct": "at once
 ROWS, BLOCK = 32, 96  # of a batch; tokens of the longest example, and some
 FULL = {"spread": {"updates": 450, "trained": [3, 4, 5, 6, 7, 8], "tested": [4, 6, 8, 10]},
         "sum": {"updates": 700, "trained": [2, 3, 4, 5, 6], "tested": [2, 3, 4, 5, 6]}}
-QUICK = {"spread": {"updates": 240, "trained": [3], "tested": [3]},
-         "sum": {"updates": 60, "trained": [2], "tested": [2]}}
+QUICK = {"spread": {"updates": 180, "trained": [3], "tested": [3]},
+         "sum": {"updates": 40, "trained": [2], "tested": [2]}}
 
 
 class Example(NamedTuple):
@@ -102,14 +101,13 @@ def examples(problem: str, trained: list[int], n_train: int, tested: list[int], 
 
 
 def prepared(lessons: list[Example], arm: str, folder: Path) -> Dataset:
-    """Lines of JSON and `python -m data.prepare`: how anybody's prompts become a data set."""
+    """A data set in this folder, made of lines of JSON like anybody's prompts and completions."""
     lines = (json.dumps({"prompt": e.prompt, "completion": e.completion(arm)}) for e in lessons)
-    (folder / "lessons.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "data.prepare", folder / "lessons.jsonl",
-                    "--tokenizer=byte", "--val_fraction=0", "--workers=0"], check=True,
-                   cwd=common.CLONE, env={**os.environ, "BONSAI_DATA": str(folder)},
-                   stdout=subprocess.DEVNULL)
-    return Dataset(folder / "lessons")
+    file = folder / "lessons.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    os.environ["BONSAI_DATA"] = str(folder)
+    return Dataset(prepare([str(file)], "lessons", "byte", val_fraction=0, workers=0,
+                           say=lambda line: None))
 
 
 def written(model: GPT, data: Dataset, prompts: list[str], room: int) -> list[str]:
@@ -130,7 +128,7 @@ def trial(problem: str, arm: str, seed: int, updates: int, trained: list[int], t
         data = prepared(lessons, arm, Path(folder))
         model = GPT(GPTConfig(data.vocab_size, BLOCK, n_layer=2, n_head=width // 32, n_embd=width))
         recipe = Recipe(max_iters=updates, warmup_iters=updates // 20)
-        losses = train(model, windows(data, ROWS, BLOCK, seed), recipe, share=0.95)
+        losses = train(model, windows(data, ROWS, BLOCK, seed), recipe)
     right, tokens = {}, {}
     for n, of_size in tests.items():
         room = 16 + max(len(e.completion(arm)) for e in of_size)  # bytes, with room for more
@@ -150,11 +148,9 @@ def measure(lab: Lab) -> common.Result:
     return {"plan": plan, "trials": lab.trials(trial, jobs)}
 
 
-def values(result: common.Result, problem: str, arm: str, what: str, n: int) -> list[float]:
-    """One number a seed: "right", per cent, or "tokens"."""
-    scale = 100 if what == "right" else 1
-    return [scale * t[what][str(n)] for t in result["trials"]
-            if (t["problem"], t["arm"]) == (problem, arm)]
+def right_answers(result: common.Result, problem: str, arm: str, n: int) -> list[float]:
+    """Per cent, one number a seed."""
+    return [100 * t["right"][str(n)] for t in select(result["trials"], problem=problem, arm=arm)]
 
 
 def table(result: common.Result) -> common.Rows:
@@ -164,30 +160,28 @@ def table(result: common.Result) -> common.Rows:
              "its tokens"]]
     for problem, sizes in result["plan"].items():
         longest = max(sizes["trained"])
+        direct = right_answers(result, problem, "direct", longest)
         for arm in {t["arm"]: None for t in result["trials"]}:
-            right = {n: values(result, problem, arm, "right", n) for n in sizes["tested"]}
-            gain = common.spell_difference(
-                right[longest], values(result, problem, "direct", "right", longest), 1)
-            tokens = fmean(values(result, problem, arm, "tokens", longest))
-            cells = (common.spell(right[n], 1) if n in right else "" for n in columns)
-            rows.append([f"{problem}, {ARMS[arm]}", *cells, "" if arm == "direct" else gain,
-                         f"{tokens:.1f}"])
+            right = {n: right_answers(result, problem, arm, n) for n in sizes["tested"]}
+            cells = [common.format_mean(right[n], 1) if n in right else "" for n in columns]
+            gain = "" if arm == "direct" else common.format_difference(right[longest], direct, 1)
+            tokens = fmean(t["tokens"][str(longest)]
+                           for t in select(result["trials"], problem=problem, arm=arm))
+            rows.append([f"{problem}, {ARMS[arm]}", *cells, gain, f"{tokens:.1f}"])
     return rows
 
 
 def draw(result: common.Result, fig: Any) -> None:
-    names = {"spread": ("Are all of n digits less than a apart?", "digits n"),
-             "sum": ("The sum of two numbers", "digits of each number")}
-    for ax, (problem, sizes) in zip(fig.subplots(1, 2, sharey=True), result["plan"].items(),
-                                    strict=True):
-        for color, arm in zip(common.COLORS, {t["arm"]: None for t in result["trials"]},
+    left, right = fig.subplots(1, 2, sharey=True)
+    left.set(title="Are all of n digits less than a apart?", xlabel="digits n",
+             ylabel="right answers, %", ylim=(-4, 104))
+    right.set(title="The sum of two numbers", xlabel="digits of each number")
+    for ax, (problem, sizes) in zip((left, right), result["plan"].items(), strict=True):
+        ax.set_xticks(sizes["tested"])
+        for arm, color in zip({t["arm"]: None for t in result["trials"]}, common.COLORS,
                               strict=False):
-            right = [values(result, problem, arm, "right", n) for n in sizes["tested"]]
-            ax.plot(sizes["tested"], list(map(fmean, right)), color=color, label=ARMS[arm])
-            ax.plot(sizes["tested"], right, ".", color=color, alpha=0.6)  # each seed
-        ax.set(title=names[problem][0], xlabel=names[problem][1], xticks=sizes["tested"])
-    left = fig.axes[0]
-    left.set(ylabel="right answers, %", ylim=(-4, 104))
+            answers = [right_answers(result, problem, arm, n) for n in sizes["tested"]]
+            common.draw_seeds(ax, sizes["tested"], answers, color, ARMS[arm])
     left.axhline(50, color="#888888", linestyle=":", linewidth=1.2)
     longest, end = max(result["plan"]["spread"]["trained"]), left.get_xlim()[1]
     left.axvspan(longest + 0.4, end, color="#888888", alpha=0.12, linewidth=0)

@@ -1,4 +1,4 @@
-"""What all experiments share: the command, spreads, tables, saved results.
+"""What all experiments share: the command, trials, spreads, tables, saved results.
 
 An experiment is a module with three functions, and `common.command` makes a command of them:
 
@@ -10,22 +10,29 @@ An experiment is a module with three functions, and `common.command` makes a com
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
 from data import DataError
 from data.prepare import Parser
-from experiments.lab import Lab
 from kit import errors
 from kit.files import replacing, write_text
 from kit.run.locate import out_root
@@ -41,7 +48,51 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.
 Result, Rows = dict[str, Any], Sequence[Sequence[str]]
 
 
-def spell(values: Sequence[float], digits: int = 3) -> str:
+class Lab:
+    """Where an experiment runs its trials: at which size, in how many processes."""
+
+    def __init__(self, quick: bool = False, workers: int = 1):
+        self.quick, self.workers = quick, workers
+
+    def trials(self, trial: Callable[..., Any], jobs: Sequence[dict[str, Any]]) -> list[Any]:
+        """[trial(**job) for job in jobs], side by side in processes of one thread each.
+
+        So results are the same for any number of workers. trial: a function at the top of a module.
+        """
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.workers, context, begin_process) as pool:
+            try:
+                futures = [pool.submit(trial, **job) for job in jobs]
+                for future in tqdm(as_completed(futures), total=len(jobs), unit="trial"):
+                    future.result()  # raises what the trial raised
+            except BaseException as e:  # ends all other trials, too
+                for process in multiprocessing.active_children():
+                    process.kill()
+                if isinstance(e, BrokenProcessPool):
+                    raise errors.UserError("a process of trials was killed, perhaps because memory "
+                                           "ran out; --workers=1 takes less") from None
+                raise
+        return [future.result() for future in futures]
+
+
+def begin_process() -> None:
+    """What each process of trials does first."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its trials
+
+    def follow() -> None:  # a parent that is killed cannot end them
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def select(runs: Sequence[Result], **settings: Any) -> list[Result]:
+    """The runs with these settings: one a seed."""
+    return [run for run in runs if all(run[key] == value for key, value in settings.items())]
+
+
+def format_mean(values: Sequence[float], digits: int = 3) -> str:
     """Mean and standard deviation of the seeds: '1.234 ± 0.005'."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
@@ -61,7 +112,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(pairs), t * error
 
 
-def spell_difference(a: Sequence[float], b: Sequence[float], digits: int = 3) -> str:
+def format_difference(a: Sequence[float], b: Sequence[float], digits: int = 3) -> str:
     """'+0.123 (± 0.045)': mean of a - b and half of its 95 % interval."""
     mean, half = difference(a, b)
     return f"{mean:+.{digits}f} (± {half:.{digits}f})"
@@ -85,6 +136,7 @@ def main(name: str, argv: list[str]) -> int:
         parser.error(f"--workers={args.workers}: must be at least 1")
     results, figures = (out_root() / "experiments",) * 2 if args.quick else (RESULTS, FIGURES)
     results.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # in processes of trials, for other libraries than torch
     made, begun = commit(), time.perf_counter()
     result = module.measure(Lab(args.quick, args.workers))
     seconds = round(time.perf_counter() - begun, 1)
@@ -119,13 +171,12 @@ def to_json(record: dict[str, Any]) -> str:
 def commit() -> str:
     """The clone's commit, with a + if what experiments are made of differs from it."""
     parts = ["model.py", "kit", "data/*.py", "experiments/*.py"]
+    git = partial(subprocess.check_output, cwd=CLONE, text=True, stderr=subprocess.DEVNULL)
     try:
-        texts = [subprocess.run(["git", *words], cwd=CLONE, capture_output=True, text=True,
-                                timeout=60).stdout.strip()
-                 for words in (["log", "-1", "--format=%h"], ["status", "--porcelain", *parts])]
-    except (OSError, subprocess.TimeoutExpired):  # a clone without git
+        changed = git(["git", "status", "--porcelain", *parts])
+        return git(["git", "log", "-1", "--format=%h"]).strip() + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # a clone without git
         return ""
-    return texts[0] + ("+" if texts[1] else "")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -139,6 +190,22 @@ def load(name: str) -> dict[str, Any]:
         raise errors.UserError(f"{path} is missing or broken ({e}); `python -m experiments.{name}` "
                                "makes it again") from None
     return record
+
+
+def draw_seeds(ax: Any, x: Sequence[Any], seeds: Sequence[Sequence[float]], color: str,
+               label: str | None = None) -> None:
+    """A line through the means of seeds (points, seeds), and a dot for each seed."""
+    ax.plot(x, [np.mean(point) for point in seeds], color=color, label=label)
+    for at, point in zip(x, seeds, strict=True):
+        ax.plot([at] * len(point), point, ".", color=color)
+
+
+def draw_differences(ax: Any, x: Sequence[float], a: Sequence[Sequence[float]],
+                     b: Sequence[Sequence[float]], color: str, label: str) -> None:
+    """The mean of a - b at each x with its 95 % interval; a, b (points, seeds)."""
+    mean, half = np.transpose([difference(*pair) for pair in zip(a, b, strict=True)])
+    ax.errorbar(x, mean, np.where(np.isfinite(half), half, 0), color=color, label=label, fmt="o-",
+                markersize=4, capsize=3, elinewidth=1)
 
 
 def figure(module: Any, result: Result, path: Path) -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments import common
-from experiments.lab import Lab, tick
+from experiments.common import Lab
 from kit.device import prepare_device
 from model import GPT, GPTConfig, KVCache
 
@@ -85,8 +85,8 @@ def compare(shape: dict[str, int], rows: int, seed: int) -> dict[str, float]:
     return apart
 
 
-def in_turn(ways: dict[str, Callable[[int], object]], sizes: list[int], rounds: int,
-            share: float) -> dict[str, list[list[float]]]:
+def in_turn(ways: dict[str, Callable[[int], object]], sizes: list[int],
+            rounds: int) -> dict[str, list[list[float]]]:
     """ms of way(size), [size][round]: in a round all take their turn, each once or for 20 ms."""
     ms: dict[str, list[list[float]]] = {name: [[] for _ in sizes] for name in ways}
     for r, (i, size), name in product(range(rounds + 1), enumerate(sizes), ways):
@@ -96,12 +96,11 @@ def in_turn(ways: dict[str, Callable[[int], object]], sizes: list[int], rounds: 
             n, seconds = n + 1, time.perf_counter() - start
         if r:  # the first round only warms up
             ms[name][i].append(1000 * seconds / n)
-        tick(share / (rounds + 1) / len(sizes) / len(ways))
     return ms
 
 
 def write(model: GPT, ids: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits after ids (1, T): over a cache that has room for T and has seen them, or anew."""
+    """Logits after ids (1, T), over a cache that has seen them and has room for T, or without."""
     if cache is None:
         return model.logits(model.hidden(ids)[:, -1])
     cache.pos = cache.longest = ids.size(1) - 1  # it stores again what it held of the newest
@@ -110,7 +109,7 @@ def write(model: GPT, ids: Tensor, cache: KVCache | None) -> Tensor:
 
 def timed(shape: dict[str, int], contexts: list[int], lengths: dict[str, list[int]],
           rounds: int) -> dict[str, Any]:
-    """All times, in one process, so that nothing of ours runs beside it."""
+    """All times, in one process, so that no other trial runs beside it."""
     prepare_device(torch.device("cpu"))
     torch.manual_seed(0)
     model, training = GPT(GPTConfig(**shape)), {}
@@ -118,13 +117,13 @@ def timed(shape: dict[str, int], contexts: list[int], lengths: dict[str, list[in
         ids = torch.randint(shape["vocab_size"], (int(rows), sizes[-1] + 1))
         ways = {name: lambda T, ids=ids, chunk=chunk: gradients(model, ids[:, : T + 1], chunk)
                 for name, chunk in (("stepwise", 1), ("at once", None))}
-        training[rows] = in_turn(ways, sizes, rounds, 0.6 / len(lengths))
+        training[rows] = in_turn(ways, sizes, rounds)
     ids, full = torch.randint(shape["vocab_size"], (1, contexts[-1])), model.new_cache()
     with torch.inference_mode():
         model.hidden(ids, full)
         ways = {"with cache": lambda T: write(model, ids[:, :T], full),
                 "without": lambda T: write(model, ids[:, :T], None)}
-        return {"training": training, "decoding": in_turn(ways, contexts, rounds, 0.4)}
+        return {"training": training, "decoding": in_turn(ways, contexts, rounds)}
 
 
 def measure(lab: Lab) -> dict[str, Any]:

@@ -22,18 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
 from experiments import common, training
-from experiments.lab import Lab
-from experiments.training import (
-    Batches,
-    MaskedGPT,
-    Recipe,
-    attention_scores,
-    denoising,
-    prefix_mask,
-    target_only,
-)
+from experiments.common import Lab, select
+from experiments.training import MaskedGPT, Recipe, prefix_mask
 from kit.evaluate import eval_batches
 from model import GPTConfig
 
@@ -42,16 +33,6 @@ KINDS = ("causal", "prefix", "full")
 # share of the largest singular value below which rounding hides one, with some margin
 TOLERANCES = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-2}
 ROUNDING = -15  # log10 of the share below which a computed singular value is rounding alone
-
-
-def after_prefix(batches: Batches) -> Batches:
-    """The first half of a row is prefix: targets are what it does not show."""
-
-    def rest(step: int) -> tuple[np.ndarray, np.ndarray]:
-        x, y = batches(step)
-        return x, target_only(y, x.shape[1] // 2)
-
-    return rest
 
 
 def mask_of(kind: str, T: int) -> Tensor:
@@ -84,7 +65,7 @@ def examine(model: MaskedGPT, kind: str, x: Tensor, exact: bool) -> dict[str, An
     """Means over the attention matrices of all layers, heads and rows of x (B, n)."""
     n = x.size(1)
     model.mask = mask_of(kind, n)
-    layers = attention_scores(model, x, torch.float64)
+    layers = training.attention_scores(model, x, torch.float64)
     s = torch.cat([layer.flatten(0, 1) for layer in layers])  # (matrices, n, n)
     sigma = torch.linalg.svdvals(s.softmax(-1))
     relative = sigma / sigma[:, :1]
@@ -104,15 +85,15 @@ def examine(model: MaskedGPT, kind: str, x: Tensor, exact: bool) -> dict[str, An
 
 def grow(kind: str, d: int, seed: int, updates: int) -> dict[str, Any]:
     """Train a GPT with heads of dimension d; its attention matrices before and after."""
-    data = Dataset(training.text())
+    data = training.stdlib()
     torch.manual_seed(seed)  # the same weights for each kind
     model = MaskedGPT(GPTConfig(data.vocab_size + 1, max(LENGTHS), LAYERS, WIDTH // d, WIDTH), 0.05)
     texts = {n: torch.from_numpy(next(eval_batches(data.val, n, 4, 1))[0]) for n in LENGTHS}
     rows = {n: training.windows(data, 1024 // n, n, seed) for n in LENGTHS}
     if kind == "prefix":
-        rows = {n: after_prefix(of) for n, of in rows.items()}
+        rows = {n: training.after_prefix(of, n // 2) for n, of in rows.items()}
     if kind == "full":
-        rows = {n: denoising(of, data.vocab_size, seed) for n, of in rows.items()}
+        rows = {n: training.denoising(of, data.vocab_size, seed) for n, of in rows.items()}
 
     def batches(step: int) -> tuple[np.ndarray, np.ndarray]:
         n = LENGTHS[step % 2]
@@ -129,30 +110,31 @@ def grow(kind: str, d: int, seed: int, updates: int) -> dict[str, Any]:
 def measure(lab: Lab) -> common.Result:
     training.needs_masks()
     training.needs_scores()
-    dims, seeds, updates = ((4,), (1,), 40) if lab.quick else ((4, 16, 32), (1, 2, 3), 400)
-    training.text()  # prepared once, not by every process
+    dims, seeds, updates = ((4,), (1,), 20) if lab.quick else ((4, 16, 32), (1, 2, 3), 400)
+    training.stdlib()  # prepared once, not by every process
     jobs = [{"kind": kind, "d": d, "seed": seed, "updates": updates}
             for seed in seeds for d in dims for kind in KINDS]
     return {"dims": dims, "runs": lab.trials(grow, jobs)}
 
 
-def of(result: common.Result, kind: str, d: int, n: int, when: str = "end") -> list[dict]:
-    return [run[when][str(n)] for run in result["runs"] if (run["kind"], run["d"]) == (kind, d)]
+def ends(result: common.Result, kind: str, d: int, n: int) -> list[common.Result]:
+    """What was found after training, one a seed."""
+    return [run["end"][str(n)] for run in select(result["runs"], kind=kind, d=d)]
 
 
 def table(result: common.Result) -> common.Rows:
     rows = [["attention", "d", "n", *(f"rank / n, {name}" for name in TOLERANCES),
              "log10 smallest / largest", "log10 of the determinant", "positive"]]
     for n, d, kind in product(LENGTHS, result["dims"], KINDS):
-        found = of(result, kind, d, n)
-        ranks = [common.spell([one["rank"][name] for one in found], 2) for name in TOLERANCES]
+        found = ends(result, kind, d, n)
+        ranks = [common.format_mean([one["rank"][name] for one in found], 2) for name in TOLERANCES]
         dets = [one.get("exact_log10_det", one.get("log10_det")) for one in found]
         signs = [sign for one in found for sign in one.get("exact_signs", [])]
         least = [one["log10_sigma"][-1] for one in found]
         lost = statistics.fmean(least) < ROUNDING
         rows.append([kind, str(d), str(n), *ranks,
-                     f"< {ROUNDING}" if lost else common.spell(least, 1),
-                     "" if None in dets else common.spell(dets, 0),
+                     f"< {ROUNDING}" if lost else common.format_mean(least, 1),
+                     "" if None in dets else common.format_mean(dets, 0),
                      f"{signs.count(1)} of {len(signs)}" if signs else ""])
     return rows
 
@@ -162,13 +144,13 @@ def draw(result: common.Result, fig: Any) -> None:
     dims, n = result["dims"], max(LENGTHS)
     for kind, color in zip(KINDS, common.COLORS, strict=False):
         for d, line in zip(dict.fromkeys((dims[0], dims[-1])), ("-", "--"), strict=False):
-            for k, one in enumerate(of(result, kind, d, n)):
+            for k, one in enumerate(ends(result, kind, d, n)):
                 left.plot(np.linspace(1 / 64, 1, 64), one["log10_sigma"], line, color=color, lw=1.2,
                           label=f"{kind}, d = {d}" if not k else None)
         for length, mark in zip(LENGTHS, ("o--", "s-"), strict=True):
-            means = [statistics.fmean(one["rank"]["float32"] for one in of(result, kind, d, length))
+            ranks = [[one["rank"]["float32"] for one in ends(result, kind, d, length)]
                      for d in dims]
-            right.plot(dims, means, mark, color=color, label=f"{kind}, n = {length}")
+            right.plot(dims, np.mean(ranks, 1), mark, color=color, label=f"{kind}, n = {length}")
     for name, tolerance in TOLERANCES.items():
         left.axhline(math.log10(tolerance), color="#888888", lw=0.8, ls=":")
         left.text(1.18, math.log10(tolerance) + 0.2, name, color="#666666", fontsize=10, ha="right")

@@ -5,10 +5,10 @@ Source: Elhage et al. 2021 (transformer-circuits.pub/2021/framework), Olsson et 
 It needs a head of an earlier layer that tells each position which token was before it.
 
 Models of 1, 2 and 4 layers learn windows of Python's standard library ("text"), or batches of which
-three quarters are random letters repeated with a period of their own, each window anew ("mixed").
-During training: the loss on the first and the second occurrence of random sequences. In the end:
-how much a head looks where an induction head would, and few-shot accuracy on pairs of a key (a-z)
-and its value (A-Z), another mapping in each sequence. No model has seen such pairs.
+three quarters are random letters repeated with a period of their own, others in each window
+("mixed"). During training: the loss on the first and the second occurrence of random sequences. In
+the end: how much a head looks where an induction head would, and few-shot accuracy on pairs of a
+key (a-z) and its value (A-Z), another mapping in each sequence. No model has seen such pairs.
 
     python -m experiments.in_context [--quick]
 """
@@ -22,18 +22,9 @@ from numpy.random import Generator, default_rng
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.dataset import Dataset
-from experiments import common
-from experiments.lab import Lab
-from experiments.training import (
-    Batches,
-    Recipe,
-    attention_scores,
-    needs_scores,
-    text,
-    train,
-    windows,
-)
+from experiments import common, training
+from experiments.common import Lab
+from experiments.training import Batches, Recipe
 from model import GPT, GPTConfig
 
 T = 64  # context
@@ -103,7 +94,7 @@ def induction(model: GPT, sequences: Tensor) -> float:
     1 for a perfect induction head (the prefix matching score of Olsson et al.).
     """
     most = 0.0
-    for scores in attention_scores(model, sequences):
+    for scores in training.attention_scores(model, sequences):
         after = scores.softmax(-1).diagonal(1 - REPEATED, -2, -1)  # query i, key i - REPEATED + 1
         most = max(most, after[..., 1:].mean((0, 2)).max().item())  # from the second occurrence on
     return most
@@ -111,8 +102,8 @@ def induction(model: GPT, sequences: Tensor) -> float:
 
 def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[str, Any]:
     """Train one model, measured `points` times; rates are those of a training of UPDATES."""
-    data, texts = Dataset(text("byte")), ROWS if kind == "text" else ROWS // 4
-    batches = windows(data, texts, T, seed)
+    data, texts = training.stdlib(), ROWS if kind == "text" else ROWS // 4
+    batches = training.windows(data, texts, T, seed)
     if kind == "mixed":
         batches = mixed(batches, ROWS - texts, seed)
     sequences = torch.from_numpy(twice(default_rng(2**32), 128))  # the same for all
@@ -126,16 +117,16 @@ def learn(kind: str, layers: int, seed: int, updates: int, points: int) -> dict[
         if step % every == 0:
             losses.append(occurrences(model, sequences))
 
-    train(model, batches, recipe, each=each)
+    training.train(model, batches, recipe, each)
     first, second = map(list, zip(*losses, strict=True))
     return {"first": first, "second": second, "every": every, "accuracy": accuracy(model, pairs),
             "induction": induction(model, sequences)}
 
 
 def measure(lab: Lab) -> dict[str, Any]:
-    needs_scores()
-    text("byte")  # prepared once, not by every process
-    plan = ([("mixed", (1, 2), 1, 240, 6)] if lab.quick else  # data, layers, seeds, updates, points
+    training.needs_scores()
+    training.stdlib()  # prepared once, not by every process
+    plan = ([("mixed", (1, 2), 1, 210, 6)] if lab.quick else  # data, layers, seeds, updates, points
             [(kind, (1, 2, 4), n, UPDATES[kind], 25) for kind, n in (("mixed", 5), ("text", 3))])
     jobs = [{"kind": kind, "layers": n, "seed": seed, "updates": updates, "points": points}
             for kind, depths, seeds, updates, points in plan
@@ -166,11 +157,12 @@ def table(result: dict[str, Any]) -> common.Rows:
             when = f"{min(steps)} to {max(steps)}" if steps else "never"
             if 0 < len(steps) < len(runs):
                 when += f", {len(steps)} of {len(runs)}"
-            rows.append([f"{kind}, {layers}", *(common.spell([run[key][-1] for run in runs], 2)
-                                                for key in ("first", "second")), when,
-                         common.spell([run["induction"] for run in runs], 2),
-                         *(common.spell([run["accuracy"][k] for run in runs], 2)
-                           for k in (8, SHOTS))])
+            losses = [[run[key][-1] for run in runs] for key in ("first", "second")]
+            looks = [run["induction"] for run in runs]
+            right = [[run["accuracy"][k] for run in runs] for k in (8, SHOTS)]
+            first, second, look, few, many = (
+                common.format_mean(values, 2) for values in (*losses, looks, *right))
+            rows.append([f"{kind}, {layers}", first, second, when, look, few, many])
     return rows
 
 

@@ -9,7 +9,6 @@ window: its queries see more keys than any in training. Entropy shows how attent
     python -m experiments.logn [--quick]
 """
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -18,23 +17,9 @@ import torch
 from torch import Tensor
 
 from data.dataset import Dataset
-from experiments import common
-from experiments.common import COLORS, difference, spell, spell_difference
-from experiments.lab import Lab, tick
-from experiments.training import (
-    Recipe,
-    Weights,
-    attention_scores,
-    by_position,
-    needs,
-    needs_scores,
-    sample,
-    text,
-    train,
-    weights_of,
-    windows,
-)
-from kit.positions import resize
+from experiments import common, training
+from experiments.common import COLORS, Lab, format_difference, format_mean, select
+from experiments.training import Recipe
 from model import GPT, GPTConfig
 
 TOKENIZER = "bpe:512"
@@ -44,7 +29,7 @@ TRAINED = {"off": "off", "clipped": "off", "fixed": "fixed", "learned": "learned
 WAYS = ("interpolate", "hierarchical", "copy")
 FULL = {"seeds": [1, 2, 3, 4, 5], "updates": 850, "adaptation": 40, "lengths": [128, 256, 512],
         "tokens": 32768}
-QUICK = {"seeds": [1, 2], "updates": 20, "adaptation": 2, "lengths": [256], "tokens": 4096}
+QUICK = {"seeds": [1], "updates": 20, "adaptation": 2, "lengths": [256], "tokens": 4096}
 RATE = 0.3  # of the peak rates, in the short training
 
 
@@ -53,18 +38,9 @@ def config(mode: str, size: int, vocab_size: int) -> GPTConfig:
                      logn_base=T if mode in ("fixed", "clipped") else None)
 
 
-def widened(weights: Weights, mode: str, size: int, way: str) -> GPT:
-    """The trained model with positions for windows of `size`; at its own length it is as it was."""
-    tensors = {name: torch.from_numpy(a) for name, a in weights.items()}
-    tensors["wpe.weight"] = resize(tensors["wpe.weight"], size, way)
-    model = GPT(config(mode, size, len(tensors["wte.weight"])))
-    model.load_state_dict(tensors)
-    return model.eval()
-
-
 def losses(model: GPT, data: Dataset, size: int, tokens: int) -> dict[str, float]:
     """Nats per token, of all positions and of the last quarter."""
-    loss = by_position(model, sample(data, size, tokens))
+    loss = training.by_position(model, training.sample(data, size, tokens))
     return {"all": loss.mean().item(), "late": loss[-(size // 4):].mean().item()}
 
 
@@ -75,7 +51,7 @@ def entropies(model: GPT, idx: Tensor) -> Tensor:
     A query that attends evenly to the n keys it sees has log n.
     """
     return torch.stack([torch.special.entr(scores.softmax(-1)).sum(-1).mean((0, 1))
-                        for scores in attention_scores(model, idx)]).mean(0)
+                        for scores in training.attention_scores(model, idx)]).mean(0)
 
 
 def by_octave(values: Tensor) -> dict[str, float]:
@@ -84,90 +60,87 @@ def by_octave(values: Tensor) -> dict[str, float]:
             if n <= len(values)}
 
 
-def learn(seed: int, mode: str, updates: int, tokens: int) -> dict[str, Any]:
-    """Train at T; modes that are the same there share it."""
-    data = Dataset(text(TOKENIZER))
+def trial(seed: int, mode: str, updates: int, adaptation: int, lengths: list[int],
+          tokens: int) -> dict[str, Any]:
+    """Train at T, then widen the model in each way and for each mode that is trained so."""
+    data = training.stdlib(TOKENIZER)
     torch.manual_seed(seed)
     model = GPT(config(mode, T, data.vocab_size))
-    train(model, windows(data, BATCH // T, T, seed), Recipe(max_iters=updates))
-    return {"weights": weights_of(model), **losses(model, data, T, tokens)}
+    training.train(model, training.windows(data, BATCH // T, T, seed), Recipe(max_iters=updates))
+    runs = [widen(model, data, seed, wide, way, adaptation, lengths, tokens)
+            for wide, way in product(TRAINED, WAYS) if TRAINED[wide] == mode]
+    return {"trained": {"mode": mode, "seed": seed, **losses(model, data, T, tokens)}, "runs": runs}
 
 
-def widen(seed: int, mode: str, way: str, weights: Weights, lengths: Sequence[int],
-          adaptation: int, tokens: int) -> dict[str, Any]:
+def widen(model: GPT, data: Dataset, seed: int, mode: str, way: str, adaptation: int,
+          lengths: list[int], tokens: int) -> dict[str, Any]:
     """Losses at each length, before and after so many updates there, the same for all."""
-    data, cells = Dataset(text(TOKENIZER)), {}
+    run: dict[str, Any] = {"mode": mode, "way": way, "seed": seed}
+    recipe = Recipe(max_iters=adaptation, warmup_iters=adaptation // 8,
+                    learning_rate=RATE * Recipe.learning_rate, muon_lr=RATE * Recipe.muon_lr)
     for size in lengths:
-        model = widened(weights, mode, size, way)
-        before = losses(model, data, size, tokens)
+        wide = training.widened(model, config(mode, size, data.vocab_size), way)
+        before = losses(wide, data, size, tokens)
         if size == max(lengths) and way == "interpolate":
-            x = torch.from_numpy(np.concatenate([x for x, _ in sample(data, size, tokens // 2)]))
-            cells["entropy"] = by_octave(entropies(model, x))
-        recipe = Recipe(max_iters=adaptation, warmup_iters=adaptation // 8,
-                        learning_rate=RATE * Recipe.learning_rate, muon_lr=RATE * Recipe.muon_lr)
-        train(model, windows(data, BATCH // size, size, seed + 1000), recipe, share=0)
-        cells[str(size)] = {"before": before, "after": losses(model, data, size, tokens)}
-        tick(1 / len(lengths))
-    return cells
+            texts = [x for x, _ in training.sample(data, size, tokens // 2)]
+            run["entropy"] = by_octave(entropies(wide, torch.from_numpy(np.concatenate(texts))))
+        training.train(wide, training.windows(data, BATCH // size, size, seed + 1000), recipe)
+        run[str(size)] = {"before": before, "after": losses(wide, data, size, tokens)}
+    return run
 
 
 def measure(lab: Lab) -> common.Result:
-    needs("wte.weight", "wpe.weight", "config.attn_logn", "config.logn_base",
-          "h.0.attn.query_scale")
-    needs_scores()
+    training.needs("wte.weight", "wpe.weight", "config.attn_logn", "config.logn_base",
+                   "h.0.attn.query_scale")
+    training.needs_scores()
     size = QUICK if lab.quick else FULL
-    text(TOKENIZER)  # before trials would prepare it side by side
-    jobs = [{"seed": seed, "mode": mode, "updates": size["updates"], "tokens": size["tokens"]}
-            for mode, seed in product(dict.fromkeys(TRAINED.values()), size["seeds"])]
-    learnt = {(job["mode"], job["seed"]): end
-              for job, end in zip(jobs, lab.trials(learn, jobs), strict=True)}
-    jobs = [{"seed": seed, "mode": mode, "way": way, "lengths": size["lengths"],
-             "adaptation": size["adaptation"], "tokens": size["tokens"],
-             "weights": learnt[TRAINED[mode], seed]["weights"]}
-            for mode, way, seed in product(TRAINED, WAYS, size["seeds"])]
-    runs = [{"mode": job["mode"], "way": job["way"], "seed": job["seed"], **cells}
-            for job, cells in zip(jobs, lab.trials(widen, jobs), strict=True)]
-    trained = [{"mode": mode, "seed": seed, "all": end["all"], "late": end["late"]}
-               for (mode, seed), end in learnt.items()]
-    return {"size": size, "trained": trained, "runs": runs}
+    training.stdlib(TOKENIZER)  # prepared once, not by every process
+    sizes = {key: value for key, value in size.items() if key != "seeds"}
+    found = lab.trials(trial, [{"mode": mode, "seed": seed, **sizes} for mode, seed in product(
+        dict.fromkeys(TRAINED.values()), size["seeds"])])
+    runs = [run for one in found for run in one["runs"]]
+    return {"size": size, "trained": [one["trained"] for one in found],
+            "runs": [run for mode, way in product(TRAINED, WAYS)
+                     for run in select(runs, mode=mode, way=way)]}
 
 
 def late(result: common.Result, mode: str, way: str, size: int, when: str) -> list[float]:
     """Loss of the last quarter of positions, by seed."""
     if size == T:
-        return [r["late"] for r in result["trained"] if r["mode"] == TRAINED[mode]]
-    return [r[str(size)][when]["late"] for r in result["runs"]
-            if (r["mode"], r["way"]) == (mode, way)]
+        return [run["late"] for run in select(result["trained"], mode=TRAINED[mode])]
+    return [run[str(size)][when]["late"] for run in select(result["runs"], mode=mode, way=way)]
 
 
 def table(result: common.Result) -> common.Rows:
     columns = [(T, "")] + list(product(result["size"]["lengths"], ("before", "after")))
     rows = [["positions, log n", *(f"{size} {when}".strip() for size, when in columns)]]
     for way, mode in product(WAYS, TRAINED):
-        pairs = [(late(result, mode, way, *column), late(result, "off", way, *column))
-                 for column in columns]
-        rows.append([f"{way}, {mode}", *(spell(a) if mode == "off" else spell_difference(a, off)
-                                         for a, off in pairs)])
+        row = [f"{way}, {mode}"]
+        for size, when in columns:
+            here, off = late(result, mode, way, size, when), late(result, "off", way, size, when)
+            row.append(format_mean(here) if mode == "off" else format_difference(here, off))
+        rows.append(row)
     return rows
 
 
 def draw(result: common.Result, fig: Any) -> None:
     left, right = fig.subplots(1, 2)
-    colors, sizes = dict(zip(TRAINED, COLORS, strict=False)), [T, *result["size"]["lengths"]]
-    left.axhline(0, color=colors["off"], label="off")
-    for i, mode in enumerate(list(TRAINED)[1:]):
-        before, after = ([difference(late(result, mode, "interpolate", size, when),
-                                     late(result, "off", "interpolate", size, when))
-                          for size in sizes] for when in ("before", "after"))
-        left.errorbar([size * 1.03 ** (i - 1) for size in sizes], *np.transpose(before), marker="o",
-                      markersize=4, color=colors[mode], capsize=2, elinewidth=1, label=mode)
-        left.plot(sizes, [mean for mean, _ in after], ":", color=colors[mode])
+    sizes = [T, *result["size"]["lengths"]]
+    for i, (mode, color) in enumerate(zip(TRAINED, COLORS, strict=False)):
+        if mode == "off":
+            left.axhline(0, color=color, label=mode)
+        else:
+            before, off, after, off_after = (
+                [late(result, which, "interpolate", size, when) for size in sizes]
+                for when in ("before", "after") for which in (mode, "off"))
+            apart = [size * 1.03 ** (i - 2) for size in sizes]  # so that no bar hides another
+            common.draw_differences(left, apart, before, off, color, mode)
+            left.plot(sizes, np.mean(after, 1) - np.mean(off_after, 1), ":", color=color)
+        curves = [run["entropy"] for run in select(result["runs"], mode=mode, way="interpolate")]
+        n = 0.75 * np.array([int(key) for key in curves[0]])  # middle of n/2 .. n
+        right.plot(n, np.mean([list(c.values()) for c in curves], axis=0), color=color)
     left.set(title="Positions interpolated; dotted: adapted", ylabel="loss against off, last "
              "quarter (nats)", xlabel=f"tokens of a window, trained at {T}")
-    for mode in TRAINED:
-        curves = [r["entropy"] for r in result["runs"] if r["mode"] == mode and "entropy" in r]
-        n = 0.75 * np.array([int(key) for key in curves[0]])  # middle of n/2 .. n
-        right.plot(n, np.mean([list(c.values()) for c in curves], axis=0), color=colors[mode])
     right.plot(n, np.log(n), "--", color="#333333", linewidth=1)
     right.annotate("all even: log n", (n[3], np.log(n[3])), ha="right", xytext=(-6, 4),
                    textcoords="offset points", fontsize=11)

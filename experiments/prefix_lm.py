@@ -4,15 +4,13 @@ Source: kexue.fm 9529 and 9547, for equal parameters and data. A window is an in
 it, the target. Both models have the same parameters, initial weights, batches and updates and learn
 the target alone; the input is seen causally (GPT) or as a whole (UniLM, arXiv 1905.03197). `text`:
 the second half of windows of Python's standard library, given the first; here a third arm does what
-one would really do and learns every token. `sort` and `hops` are questions whose answer hangs on
+one would really do and learns every token. `sort` and `hops` are questions whose answer depends on
 the whole input, where UniLM could gain most: numbers in order; pointers p, the answers p[p[p[i]]].
 
     python -m experiments.prefix_lm [--quick]
 """
 
-import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +20,9 @@ from numpy.random import Generator, default_rng
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.dataset import Dataset
-from experiments import common
-from experiments.lab import Lab
-from experiments.training import (
-    Batches,
-    MaskedGPT,
-    Recipe,
-    needs_masks,
-    prefix_mask,
-    target_only,
-    text,
-    train,
-    windows,
-)
+from experiments import common, training
+from experiments.common import Lab
+from experiments.training import Batches, MaskedGPT, Recipe
 from kit.evaluate import eval_batches
 from model import GPTConfig
 
@@ -56,12 +43,6 @@ class Task:
     fixed: list[tuple[np.ndarray, np.ndarray]]  # what the models are measured on, of all tokens
 
 
-def text_task(seed: int) -> Task:
-    data, T = Dataset(text("byte")), 128
-    return Task(data.vocab_size, T // 2, T, 2, 128, windows(data, 8, T, seed),
-                list(eval_batches(data.val, T, 32, 8)))
-
-
 def sort(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers (rows, LETTERS), with repeats, and the same in order."""
     x = rng.integers(NUMBERS, size=(rows, LETTERS))
@@ -74,21 +55,20 @@ def hops(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return p, np.take_along_axis(p, np.take_along_axis(p, p, 1), 1)
 
 
-def question_task(ask: Callable, seed: int) -> Task:
-    """Windows of an input, a mark and the answer."""
+def make_task(name: str, seed: int) -> Task:
+    """Windows of text; or an input, a mark and the answer."""
+    if name == "text":
+        data, T = training.stdlib(), 128
+        return Task(data.vocab_size, T // 2, T, 2, 128, training.windows(data, 8, T, seed),
+                    list(eval_batches(data.val, T, 32, 8)))
+
     def batch(rng: Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        question, answer = ask(rng, rows)
+        question, answer = {"sort": sort, "hops": hops}[name](rng, rows)
         row = np.hstack([question, np.full((rows, 1), NUMBERS), answer])
         return row[:, :-1], row[:, 1:]
 
     return Task(NUMBERS + 1, LETTERS + 1, 2 * LETTERS, 3, 64,
-                lambda step: batch(default_rng([seed, step]), 64),
-                [batch(default_rng(2**32), 256)])
-
-
-TASKS: dict[str, Callable[[int], Task]] = {
-    "text": text_task, "sort": lambda seed: question_task(sort, seed),
-    "hops": lambda seed: question_task(hops, seed)}
+                lambda step: batch(default_rng([seed, step]), 64), [batch(default_rng(2**32), 256)])
 
 
 @torch.inference_mode()
@@ -106,7 +86,7 @@ def build(task: Task, arm: str, seed: int) -> MaskedGPT:
     torch.manual_seed(seed)
     model = MaskedGPT(GPTConfig(task.vocab_size, task.T, task.n_layer, 4, task.n_embd),
                       init_std=0.05)
-    model.mask = prefix_mask(task.T, task.prefix if arm == "unilm" else 0)
+    model.mask = training.prefix_mask(task.T, task.prefix if arm == "unilm" else 0)
     return model
 
 
@@ -115,27 +95,24 @@ def learn(task: str, arm: str, seed: int, updates: int, every: int) -> dict[str,
 
     Learning rates are those of a training of UPDATES; it may break off before.
     """
-    t = TASKS[task](seed)
+    t = make_task(task, seed)
     model, losses = build(t, arm, seed), []
-
-    def batches(step: int) -> tuple[np.ndarray, np.ndarray]:
-        x, y = t.batches(step)
-        return x, y if arm == "all" else target_only(y, t.prefix)
+    batches = t.batches if arm == "all" else training.after_prefix(t.batches, t.prefix)
 
     def each(step: int) -> None:
         if step % every == 0:
             losses.append(loss_by_position(model, t))
 
-    train(model, batches, Recipe(updates, lr_decay_iters=UPDATES[task]), each=each)
+    training.train(model, batches, Recipe(updates, lr_decay_iters=UPDATES[task]), each)
     return {"curve": [loss.mean().item() for loss in losses], "positions": losses[-1].tolist()}
 
 
 def measure(lab: Lab) -> dict[str, Any]:
     """Curves and losses by position of each task, arm and seed."""
-    needs_masks()
-    text("byte")  # prepared once, not by every process
+    training.needs_masks()
+    training.stdlib()  # prepared once, not by every process
     seeds = range(1, 2 if lab.quick else 6)
-    updates = {"text": 2, "hops": 130} if lab.quick else UPDATES
+    updates = {"text": 2, "hops": 120} if lab.quick else UPDATES
     points = {"text": 1, "hops": 2} if lab.quick else {"text": 5, "sort": 10, "hops": 10}
     jobs = [{"task": task, "arm": arm, "seed": seed, "updates": n, "every": n // points[task]}
             for task, n in updates.items() for arm in ARMS for seed in seeds
@@ -158,10 +135,11 @@ def table(result: dict[str, Any]) -> common.Rows:
         if task in result:
             arms = {arm: last(runs, tokens) for arm, runs in result[task].items()}
             name = f"{task}, first {tokens} tokens" if tokens else task
-            row = [name, common.spell(arms["gpt"]), common.spell(arms["unilm"]),
-                   common.spell_difference(arms["unilm"], arms["gpt"])]
-            row += [common.spell(arms["all"]), common.spell_difference(arms["all"], arms["gpt"])
-                    ] if "all" in arms else ["", ""]
+            row = [name, common.format_mean(arms["gpt"])]
+            for arm in ("unilm", "all"):
+                row += [common.format_mean(arms[arm]),
+                        common.format_difference(arms[arm], arms["gpt"])
+                        ] if arm in arms else ["", ""]
             rows.append(row)
     return rows
 
@@ -169,13 +147,12 @@ def table(result: dict[str, Any]) -> common.Rows:
 def draw(result: dict[str, Any], fig: Any) -> None:
     left, right = fig.subplots(1, 2)
     size = 8  # bytes of text that are one point
-    for arm, color in zip(("unilm", "all"), common.COLORS[1:], strict=False):
-        a, b = ([[statistics.fmean(run["positions"][i : i + size]) for run in result["text"][which]]
-                 for i in range(0, 64, size)] for which in (arm, "gpt"))
-        mean, half = zip(*map(common.difference, a, b), strict=True)
-        left.errorbar(np.arange(len(mean)) * size + size / 2 + (arm == "all"), mean,
-                      [h if math.isfinite(h) else 0 for h in half], color=color, fmt="o-",
-                      capsize=3, lw=1.4, ms=4, label=f"{ARMS[arm]} - GPT")
+    points = {arm: np.mean([np.reshape(run["positions"][:64], (-1, size)) for run in runs], 2).T
+              for arm, runs in result["text"].items()}  # (points, seeds)
+    for i, arm in enumerate(("unilm", "all")):
+        middles = size * (np.arange(len(points[arm])) + 0.5)
+        common.draw_differences(left, middles + i, points[arm], points["gpt"],
+                                common.COLORS[i + 1], f"{ARMS[arm]} - GPT")
     left.axhline(0, color=common.COLORS[0], lw=1.2)
     left.set(title="text", xlabel="bytes after the input", ylabel="difference of loss, nats a byte")
     left.margins(y=0.35)  # room for the legend

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.dataset import Dataset
 from experiments import common, training
-from experiments.lab import Lab
-from experiments.training import MaskedGPT, Recipe, denoising, prefix_mask
+from experiments.common import Lab, select
+from experiments.training import MaskedGPT, Recipe, prefix_mask
 from kit.errors import UserError
 from kit.evaluate import eval_batches
 from model import GPTConfig
@@ -34,32 +33,27 @@ PARTS = {"attention alone": {"skip": False, "dense": False}, "attention + MLP": 
          "attention + skip": {"dense": False}, WHOLE: {}}
 
 
-class Attention(nn.Module):
-    """The model's attention, written out; `P` (B, H, T, T) are the matrices that it used."""
-
-    def __init__(self, attn: nn.Module):
-        super().__init__()
-        self.n_head, self.c_attn, self.c_proj = attn.n_head, attn.c_attn, attn.c_proj
-
-    def forward(self, x: Tensor, pos: Tensor, mask: Tensor, store: None) -> Tensor:
-        q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        P = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf).softmax(-1)
-        self.P = P.detach()
-        return self.c_proj((P @ v).transpose(1, 2).flatten(2))
-
-
 class PartOfBlock(nn.Module):
-    """The model's block; skips, the MLP or the norm before attention can be missing."""
+    """The model's block written out, in which skips, the MLP or the first norm can be missing.
+
+    P (B, H, T, T) are the attention matrices of its last call.
+    """
 
     skip = dense = norm = True
 
     def __init__(self, block: nn.Module):
         super().__init__()
-        self.ln_1, self.attn = block.ln_1, Attention(block.attn)
-        self.ln_2, self.mlp = block.ln_2, block.mlp
+        self.ln_1, self.attn, self.ln_2, self.mlp = block.ln_1, block.attn, block.ln_2, block.mlp
 
-    def forward(self, x: Tensor, *see) -> Tensor:
-        x = (x if self.skip else 0) + self.attn(self.ln_1(x) if self.norm else x, *see)
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        qkv = self.attn.c_attn(x).unflatten(2, (3, self.attn.n_head, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        P = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf).softmax(-1)
+        self.P = P.detach()
+        return self.attn.c_proj((P @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, pos: Tensor | None, mask: Tensor, store: None) -> Tensor:
+        x = (x if self.skip else 0) + self.attend(self.ln_1(x) if self.norm else x, mask)
         if self.dense:
             x = (x if self.skip else 0) + self.mlp(self.ln_2(x))
         return x
@@ -103,23 +97,12 @@ def take(model: MaskedGPT, skip: bool = True, dense: bool = True, norm: bool = T
 
 
 @torch.no_grad()
-def layers(model: MaskedGPT, x: Tensor) -> list[Tensor]:
-    """What the first block is given and what each block makes of it, (B, T, C) each.
-
-    x: ids (B, T), or states (B, T, C) that take the place of their embeddings.
-    """
-    given, idx = [], x
-    if x.is_floating_point():
-        given, idx = [x], torch.zeros(x.shape[:2], dtype=torch.int64)
-
-    def begin(block: nn.Module, args: tuple) -> tuple:
-        if not given:
-            given.append(args[0])
-        return (given[0], *args[1:])
-
-    with model.h[0].register_forward_pre_hook(begin):
+def layers(model: MaskedGPT, idx: Tensor) -> list[Tensor]:
+    """The embeddings of ids (B, T) and what each block makes of them, (B, T, C) each."""
+    embedded: list[Tensor] = []
+    with model.h[0].register_forward_pre_hook(lambda block, args: embedded.append(args[0])):
         *made, _ = model.layers(idx)
-    return given + made
+    return embedded + made
 
 
 def composite_norm(x: Tensor) -> Tensor:
@@ -136,17 +119,17 @@ def residual(x: Tensor) -> Tensor:
 def profile(model: MaskedGPT, name: str, idx: Tensor) -> list[float]:
     """Residual over norm of the embeddings of idx and after each layer, in float64."""
     model = take(copy.deepcopy(model).double(), **PARTS[name])
-    return [(residual(x) / composite_norm(x)).mean().item()
-            for x in layers(model, idx)]
+    return [(residual(x) / composite_norm(x)).mean().item() for x in layers(model, idx)]
 
 
+@torch.no_grad()
 def power(model: MaskedGPT, skip: bool, seed: int) -> float:
     """p, where the first layer's attention makes eps^p of a residual of size eps."""
     model = take(copy.deepcopy(model).double(), skip, dense=False, norm=False)
     torch.manual_seed(seed)
     x, R = (torch.randn(n, model.config.n_embd).double() for n in (1, model.config.block_size))
     eps = np.geomspace(1e-4, 1e-2, 5)
-    after = [residual(layers(model, x + e * R[None])[1]).item() for e in eps]
+    after = [residual(model.h[0](x + e * R[None], None, model.mask, None)).item() for e in eps]
     return float(np.polyfit(np.log(eps), np.log(after), 1)[0])
 
 
@@ -158,29 +141,31 @@ def paths(skip: bool, kind: str, seed: int) -> float:
     """
     model = take(build("paths", kind, seed).double(), skip, dense=False, norm=False)
     H, T, C = model.config.n_head, model.config.block_size, model.config.n_embd
-    X, *_, output = layers(model, torch.randn(1, T, C).double())
+    output = X = torch.randn(1, T, C).double()
+    for block in model.h:
+        output = block(output, None, model.mask, None)
     total = torch.zeros_like(output)
     for path in product(range(H + skip), repeat=len(model.h)):
         y = X
-        for attn, h in zip((block.attn for block in model.h), path, strict=True):
+        for block, h in zip(model.h, path, strict=True):
             if h < H:  # else the skip
-                V = attn.c_attn.weight[2 * C :].view(H, -1, C)[h].T
-                y = attn.P[:, h] @ y @ V @ attn.c_proj.weight.view(C, H, -1)[:, h].T
+                V = block.attn.c_attn.weight[2 * C :].view(H, -1, C)[h].T
+                y = block.P[:, h] @ y @ V @ block.attn.c_proj.weight.view(C, H, -1)[:, h].T
         total += y
     return (composite_norm(total - output) / composite_norm(output)).item()
 
 
 def grow(size: str, kind: str, part: str, seed: int, updates: int) -> dict[str, Any]:
     """Build and measure a GPT of such blocks; if updates, train it and measure it again."""
-    data, model, T = Dataset(training.text()), build(size, kind, seed), SIZES[size][0][3]
+    data, model, T = training.stdlib(), build(size, kind, seed), SIZES[size][0][3]
     idx = torch.from_numpy(next(eval_batches(data.val, T, 2, 1))[0])
     found: dict[str, Any] = {"size": size, "kind": kind, "part": part, "seed": seed,
                              "start": {name: profile(model, name, idx) for name in PARTS}}
     if updates:
         batches = training.windows(data, 16, T, seed)
-        batches = denoising(batches, VOCAB - 1, seed) if kind == "full" else batches
+        batches = training.denoising(batches, VOCAB - 1, seed) if kind == "full" else batches
         training.train(take(model, **PARTS[part]), batches, Recipe(max_iters=updates))
-        found["bpb"] = training.validate(model, data, T, 100_000)["bpb"]  # means little if full
+        found["bpb"] = training.validate(model, data, 25 * 4096)["bpb"]  # means little if full
         found["end"] = {name: profile(model, name, idx) for name in PARTS}
     found["powers"] = [power(model, skip, seed) for skip in (False, True)]
     found["paths"] = [paths(skip, kind, seed) for skip in (False, True)]
@@ -189,9 +174,9 @@ def grow(size: str, kind: str, part: str, seed: int, updates: int) -> dict[str, 
 
 def measure(lab: Lab) -> common.Result:
     needs_plain_blocks()
-    training.text()  # prepared once, not by every process
+    training.stdlib()  # prepared once, not by every process
     wide, narrow = ("64 wide", "quick") if lab.quick else ("768 wide", "64 wide")
-    seeds, updates = ((1,), 60) if lab.quick else ((1, 2, 3), 300)
+    seeds, updates = ((1,), 40) if lab.quick else ((1, 2, 3), 300)
     parts = ["attention alone", WHOLE] if lab.quick else PARTS
     jobs = [{"size": narrow, "kind": kind, "part": part, "seed": seed, "updates": updates}
             for seed in seeds for kind, part in [("full", WHOLE), *product(["causal"], parts)]]
@@ -200,27 +185,28 @@ def measure(lab: Lab) -> common.Result:
             "runs": lab.trials(grow, jobs)}
 
 
-def of(result: common.Result, *which: str) -> list[dict]:  # runs of this size, kind and part
-    return [run for run in result["runs"] if (run["size"], run["kind"], run["part"]) == which]
-
-
-def spell(values: list[float]) -> str:  # small ones from least to largest: powers of ten differ
+def format_residual(values: list[float]) -> str:
+    """Mean and deviation, but small values from least to largest: their powers of ten differ."""
     ends = dict.fromkeys(f"{v:.0e}" for v in (min(values), max(values)))
-    return common.spell(values) if max(values) > 0.01 else " to ".join(ends)
+    return common.format_mean(values) if max(values) > 0.01 else " to ".join(ends)
 
 
 def table(result: common.Result) -> common.Rows:
     rows = [["residual after layer 1 → 12", *KINDS, "bits per byte if trained so (causal)"]]
+    runs = result["runs"]
     for (size, when), part in product(result["states"], PARTS):
-        curves = [[run[when][part] for run in of(result, size, kind, WHOLE)] for kind in KINDS]
-        cells = [" → ".join(spell([c[i] for c in seeds]) for i in (1, -1)) for seeds in curves]
-        bpb = [run["bpb"] for run in of(result, size, "causal", part) if when == "end"]
-        rows.append([f"{size}, {when}: {part}", *cells, common.spell(bpb) if bpb else ""])
-    trained = [of(result, result["states"][-1][0], kind, WHOLE) for kind in KINDS]
+        row = [f"{size}, {when}: {part}"]
+        for kind in KINDS:
+            curves = [run[when][part] for run in select(runs, size=size, kind=kind, part=WHOLE)]
+            row.append(" → ".join(format_residual([curve[i] for curve in curves]) for i in (1, -1)))
+        trained = select(runs, size=size, kind="causal", part=part) if when == "end" else []
+        rows.append([*row, common.format_mean([run["bpb"] for run in trained]) if trained else ""])
+    narrow, _ = result["states"][-1]
     titles = {"powers": "one layer takes eps to eps^p: p", "paths": "error of the sum over paths"}
     for what, (i, name) in product(titles, enumerate((", no skip", ", skip"))):
-        cells = [spell([run[what][i] for run in runs]) for runs in trained]
-        rows.append([titles[what] + name, *cells, ""])
+        found = [[run[what][i] for run in select(runs, size=narrow, kind=kind, part=WHOLE)]
+                 for kind in KINDS]
+        rows.append([titles[what] + name, *map(format_residual, found), ""])
     return rows
 
 
@@ -228,7 +214,7 @@ def draw(result: common.Result, fig: Any) -> None:
     for ax, kind in zip(fig.subplots(1, 2, sharey=True), KINDS, strict=True):
         for (size, when), line in zip(result["states"][1:], ("-", "--"), strict=True):
             for part, color in zip(PARTS, common.COLORS, strict=False):
-                for run in of(result, size, kind, WHOLE):
+                for run in select(result["runs"], size=size, kind=kind, part=WHOLE):
                     ax.plot(run[when][part], line, color=color, lw=1.2,
                             label=part if run["seed"] == 1 and line == "-" else None)
             ax.plot([], line, color="#333333", lw=1.2, label=f"{size}, {when}")

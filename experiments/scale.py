@@ -13,23 +13,13 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.dataset import Dataset
-from experiments import common
-from experiments.common import COLORS, Result, spell, spell_difference
-from experiments.lab import Lab
-from experiments.training import (
-    Recipe,
-    needs,
-    needs_scores,
-    queries_and_keys,
-    text,
-    train,
-    validate,
-    windows,
-)
+from experiments import common, training
+from experiments.common import COLORS, Lab, Result, format_difference, format_mean, select
+from experiments.training import Recipe
 from model import GPT, GPTConfig
 
 WIDTH, CONTEXT = 128, 128
@@ -95,7 +85,7 @@ def spreads(model: GPT, idx: Tensor) -> list[float]:
     """Of each layer the standard deviation of the scores of a query, over sqrt(log n): the mean
     over rows, heads and queries with at least 16 keys."""
     found = []
-    for q, k, _ in queries_and_keys(model, idx):
+    for q, k, _ in training.queries_and_keys(model, idx):
         scores = (q @ k.mT).double() / math.sqrt(q.size(-1))
         found.append(fmean(scores[:, :, n - 1, :n].std(-1, correction=0).mean().item()
                            / math.sqrt(math.log(n)) for n in range(16, q.size(2) + 1)))
@@ -115,20 +105,20 @@ def build(c: float, power: float, vocab_size: int, seed: int) -> GPT:
 
 def trial(c: float, power: float, seed: int, rate: float, rows: int, updates: int) -> dict:
     """rate: of Muon, in units of Recipe's. -> loss, nats a byte, and spreads by layer."""
-    data = Dataset(text())
+    data = training.stdlib()
     model = build(c, power, data.vocab_size, seed)
     idx = torch.from_numpy(data.val.window(0, 16, CONTEXT)[0])
     start = spreads(model, idx)
     recipe = Recipe(max_iters=updates, muon_lr=rate * Recipe.muon_lr)
-    train(model, windows(data, rows, CONTEXT, seed), recipe)
-    loss = validate(model, data, tokens=65536)["loss"]
+    training.train(model, training.windows(data, rows, CONTEXT, seed), recipe)
+    loss = training.validate(model, data, tokens=65536)["loss"]
     return {"c": c, "power": power, "seed": seed, "rate": rate, "loss": loss, "start": start,
             "end": spreads(model, idx)}
 
 
 def measure(lab: Lab) -> Result:
-    needs("h.0.attn.query_scale", "h.0.attn.logn")
-    needs_scores()
+    training.needs("h.0.attn.query_scale", "h.0.attn.logn")
+    training.needs_scores()
     seeds, numbers, size = [1, 2, 3], 2**21, {"rows": 4, "updates": 300}
     cases = [(16, 0), (256, 0), (1024, 0), (4096, 0), (256, 4), (256, 32)]
     factors = [(c, 0.0) for c in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)]
@@ -140,56 +130,55 @@ def measure(lab: Lab) -> Result:
     draws = [{"n": n, "d": d, "seeds": seeds, "numbers": numbers} for n, d in cases]
     runs = [(*factor, seed, 1.0) for factor in factors for seed in seeds]
     jobs = [{"c": c, "power": p, "seed": s, "rate": r} | size for c, p, s, r in runs + search]
-    text()  # prepared once, not by every process
+    training.stdlib()  # prepared once, not by every process
     cases, done = lab.trials(curve, draws), lab.trials(trial, jobs)
     return {"cases": cases, "runs": done[: len(runs)], "search": done[len(runs):],
             "alphas": ALPHAS, "updates": size["updates"],
             "mean_root": torch.arange(1.0, CONTEXT + 1).log().sqrt().mean().item()}
 
 
-def of(result: Result, power: float) -> dict[float, list[dict[str, Any]]]:
+def by_factor(result: Result, power: float) -> dict[float, list[Result]]:
     """c -> its runs with this power of log(n), one a seed."""
-    runs = [run for run in result["runs"] if run["power"] == power]
-    return {c: [run for run in runs if run["c"] == c] for c in dict.fromkeys(r["c"] for r in runs)}
+    runs = select(result["runs"], power=power)
+    return {c: select(runs, c=c) for c in dict.fromkeys(run["c"] for run in runs)}
 
 
 def table(result: Result) -> list[list[str]]:
     rows = [["", "result", "to compare", "spread of scores / √(log n), layers 1, 2: start → end"]]
     for case in result["cases"]:
-        share = spell([100 * there / case["limit"] for there in case["there"]], 1)
+        share = format_mean([100 * there / case["limit"] for there in case["there"]], 1)
+        half = format_mean(case["half"], 1)
         drawn = f", q and k of {case['d']}" if case["d"] else ""
         rows.append([f"gradient at 0.84 √(log n), n = {case['n']}{drawn}",
                      f"{share} % of its limit",
-                     f"half of the queries past theirs: {spell(case['half'], 1)} (9 % grid)", ""])
-    one = [run["loss"] for run in of(result, 0.0)[1.0]]
+                     f"half of the queries past theirs: {half} (9 % grid)", ""])
+    one = [run["loss"] for run in select(result["runs"], c=1.0, power=0.0)]
     for power, root in ((0.0, ""), (0.5, " √(log n)")):
-        for c, runs in of(result, power).items():
+        for c, runs in by_factor(result, power).items():
             losses = [run["loss"] for run in runs]
-            spread = " → ".join(", ".join(f"{fmean(layer):.2f}" for layer in zip(
-                *(run[when] for run in runs), strict=True)) for when in ("start", "end"))
-            rows.append([f"loss, scores times {c:g}{root}", spell(losses),
-                         f"{spell_difference(losses, one)} to times 1" * (losses != one), spread])
+            gain = "" if losses == one else f"{format_difference(losses, one)} to times 1"
+            start, end = (", ".join(f"{mean:.2f}" for mean in np.mean([r[when] for r in runs], 0))
+                          for when in ("start", "end"))
+            rows.append([f"loss, scores times {c:g}{root}", format_mean(losses), gain,
+                         f"{start} → {end}"])
     return rows
 
 
 def draw(result: Result, fig: Any) -> None:
     left, right = fig.subplots(1, 2)
-    normal = [case for case in result["cases"] if not case["d"]]
-    for case, color in zip(normal, COLORS, strict=False):
+    for case, color in zip(select(result["cases"], d=0), COLORS, strict=False):
         n, root = case["n"], math.sqrt(math.log(case["n"]))
-        means = list(map(fmean, zip(*case["mean"], strict=True)))
-        left.plot(result["alphas"], means, color=color, label=f"n = {n}")
+        left.plot(result["alphas"], np.mean(case["mean"], 0), color=color, label=f"n = {n}")
         left.plot(0.84 * root, fmean(case["there"]), "o", color=color)
-        alphas = torch.linspace(0.25, root, 200)
-        left.plot(alphas, alphas * (1 - alphas.square().exp() / n), "--", color=color, lw=1)
+        alphas = np.linspace(0.25, root, 200)
+        left.plot(alphas, alphas * (1 - np.exp(alphas**2) / n), "--", color=color, lw=1)
     left.set(xlabel="α, factor of scores of variance 1", ylabel="mean gradient α (1 - Σ p²)",
              title="Dots: 0.84 √(log n); dashed: formula")
     for power, color, label in ((0.0, COLORS[0], "times c"), (0.5, COLORS[1], "times c √(log n)")):
-        groups = of(result, power)
-        xs = [c * (result["mean_root"] if power else 1.0) for c in groups]
+        groups = by_factor(result, power)
+        factors = [c * (result["mean_root"] if power else 1.0) for c in groups]
         losses = [[run["loss"] for run in runs] for runs in groups.values()]
-        right.plot(xs, list(map(fmean, losses)), color=color, label=label)
-        right.plot(xs, losses, ".", color=color)
+        common.draw_seeds(right, factors, losses, color, label)
     there = 0.84 * result["mean_root"]
     right.axvline(there, color=COLORS[-1], lw=1, ls=":")
     right.text(there * 1.07, 0.9, "0.84 √(log n)", transform=right.get_xaxis_transform())

@@ -2,7 +2,7 @@
 
 Subword regularisation (Kudo, arXiv 1804.10959; kexue.fm 9768) reads another segmentation each time.
 BPE dropout (Provilkov et al., arXiv 1910.13267) leaves out each possible merge with probability p.
-A small model reads little text, cut anew each epoch, and is tested on the standard segmentation.
+A small model reads little text, segmented again each epoch; it is tested on the standard one.
 
     python -m experiments.segmentation [--quick]
 """
@@ -19,8 +19,7 @@ from data.making.bytelevel import merges
 from data.shards import Split
 from data.tokenizer import Tokenizer
 from experiments import common, training
-from experiments.common import COLORS, Result, Rows, spell, spell_difference
-from experiments.lab import Lab
+from experiments.common import COLORS, Lab, Result, Rows, format_difference, format_mean
 from kit.evaluate import eval_batches, evaluate
 from model import GPT, GPTConfig
 
@@ -96,7 +95,7 @@ def sample(segmenter: Segmenter, split: Split, n_bytes: int, seed: int) -> Words
 
 
 def epochs(segmenter: Segmenter, words: Words, p: float, seed: int) -> Iterator[tuple]:
-    """Batches x, y (ROWS, T): every epoch is segmented, cut into windows and shuffled anew."""
+    """Batches x, y (ROWS, T): every epoch is segmented, cut into windows and shuffled again."""
     for epoch in count():
         rng = np.random.default_rng([seed, epoch])
         ids = segmenter.segment(words, p, rng)[0].astype(np.int64)
@@ -107,22 +106,23 @@ def epochs(segmenter: Segmenter, words: Words, p: float, seed: int) -> Iterator[
             yield rows[:, :-1], rows[:, 1:]
 
 
-def trial(p: float, dropout: float, seed: int, n_bytes: int, n_embd: int, lengths: list[int],
-          every: int) -> Result:
+def trial(p: float, dropout: float, seed: int, tokenizer: str, n_bytes: int, n_embd: int,
+          lengths: list[int], every: int) -> Result:
     """Train a model by each schedule -> bits per byte of validation after each `every` updates."""
-    data, curves = Dataset(training.text("bpe:1024")), {}
+    data, curves = training.stdlib(tokenizer), {}
     segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.train, n_bytes, seed)
     for n in lengths:
         torch.manual_seed(seed)  # also of dropout
         model = GPT(GPTConfig(data.vocab_size, T, 2, 4, n_embd, dropout), 0.05)
-        curves[str(n)] = learn(model, data, epochs(segmenter, words, p, seed), n, every,
-                               n / sum(lengths))
+        curves[str(n)] = learn(model, data, epochs(segmenter, words, p, seed), n, every)
     tokens, _ = segmenter.segment(words, p, np.random.default_rng([seed, 0]))
     return {"bpb": curves, "tokens_per_byte": len(tokens) / n_bytes}
 
 
-def learn(model: GPT, data: Dataset, batches: Iterator, n: int, every: int, share: float) -> list:
+def learn(model: GPT, data: Dataset, batches: Iterator[tuple], updates: int,
+          every: int) -> list[float]:
+    """Train the model -> bits per byte of validation after each `every` updates."""
     bpb, lengths = [], data.token_byte_lengths()
 
     def measure(step: int) -> None:
@@ -130,16 +130,16 @@ def learn(model: GPT, data: Dataset, batches: Iterator, n: int, every: int, shar
             fixed = eval_batches(data.val, T, 8, 32)  # 16,384 tokens from 32 places
             bpb.append(evaluate(model, fixed, lengths, data.separator, torch.inference_mode)["bpb"])
 
-    training.train(model, lambda _: next(batches), training.Recipe(n), share, measure)
+    training.train(model, lambda _: next(batches), training.Recipe(updates), measure)
     return bpb
 
 
-def price(p: float, n_bytes: int, times: int, seed: int) -> float:
+def price(p: float, seed: int, tokenizer: str, n_bytes: int, times: int) -> float:
     """Bits per byte that the standard segmentation costs a model that knows random ones perfectly.
 
     -log2 of its odds, counted word by word; half a hit in `times` at least, so a lower bound.
     """
-    data, rng = Dataset(training.text("bpe:1024")), np.random.default_rng(seed)
+    data, rng = training.stdlib(tokenizer), np.random.default_rng(seed)
     segmenter = Segmenter(data.tokenizer)
     words = sample(segmenter, data.val, n_bytes, seed)
     standard = segmenter.segment(words, 0, rng)[1]
@@ -151,15 +151,17 @@ def price(p: float, n_bytes: int, times: int, seed: int) -> float:
 
 
 def measure(lab: Lab) -> Result:
-    training.text("bpe:1024")  # prepared once, not by every process
-    names, seeds = (["none", "p = 0.1"], [1, 2]) if lab.quick else (list(ARMS), [1, 2, 3])
+    names, seeds = (["none", "p = 0.1"], [1]) if lab.quick else (list(ARMS), [1, 2, 3])
+    tokenizer = "bpe:512" if lab.quick else "bpe:1024"
+    training.stdlib(tokenizer)  # prepared once, not by every process
     size = (dict(n_bytes=10_000, n_embd=64, lengths=[15, 45], every=15) if lab.quick else
             dict(n_bytes=200_000, n_embd=128, lengths=[150, 300], every=30))
-    jobs = [ARMS[name] | size | {"seed": seed} for name in names for seed in seeds]
-    runs = iter(lab.trials(trial, jobs))
-    odds = dict(seed=0, n_bytes=5_000 if lab.quick else 40_000, times=20 if lab.quick else 200)
+    runs = iter(lab.trials(trial, [{**ARMS[name], "seed": seed, "tokenizer": tokenizer, **size}
+                                   for name in names for seed in seeds]))
+    odds = dict(n_bytes=5_000, times=20) if lab.quick else dict(n_bytes=40_000, times=200)
     random = sorted({ARMS[name]["p"] for name in names} - {0.0})
-    prices = lab.trials(price, [dict(p=p, **odds) for p in random])
+    prices = lab.trials(price, [{"p": p, "seed": 0, "tokenizer": tokenizer, **odds}
+                                for p in random])
     return {"seeds": seeds, "size": size, "price": dict(zip(map(str, random), prices, strict=True)),
             "runs": {name: list(islice(runs, len(seeds))) for name in names}}
 
@@ -176,8 +178,8 @@ def table(result: Result) -> Rows:
     for name, runs in result["runs"].items():
         here, cost = lowest_and_end(runs), result["price"].get(str(ARMS[name]["p"]), 0.0)
         tokens = np.mean([run["tokens_per_byte"] for run in runs])
-        rows.append([name, f"{tokens:.3f}", f"{cost:.3f}", *map(spell, here),
-                     *(["", ""] if name == "none" else map(spell_difference, here, none))])
+        rows.append([name, f"{tokens:.3f}", f"{cost:.3f}", *map(format_mean, here),
+                     *(["", ""] if name == "none" else map(format_difference, here, none))])
     return rows
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from experiments import common
-from experiments.lab import Lab, tick
+from experiments.common import Lab
 from experiments.training import needs
 from kit.errors import UserError
 from model import GPT, GPTConfig
@@ -124,7 +124,6 @@ def descend(params: Sequence[Tensor], gradient: Callable, steps: Sequence[int]) 
     for step in range(max(steps) + 1):
         if step in steps:
             path.append(product(*params).double())
-            tick(0.2 / len(steps))
         params = [a - RATE * g / g.norm() for a, g in zip(params, gradient(*params), strict=True)]
     return path
 
@@ -197,7 +196,7 @@ def table(result: common.Result) -> common.Rows:
             rows.append(["mean / the authors' mean", *(f"{mean:.3f} / {PAPER.get(step, '-')}"
                          for step, mean in zip(at, np.mean(own, axis=1), strict=True))])
         rows.append([f"more than with {norms[1].title()}: problems, mean difference", *(
-            f"{np.greater(a, b).sum()} of {len(a)}, {common.spell_difference(a, b)}"
+            f"{np.greater(a, b).sum()} of {len(a)}, {common.format_difference(a, b)}"
             for a, b in zip(own, other, strict=True))])
     return rows
 
@@ -209,8 +208,10 @@ def draw(result: common.Result, fig: Any) -> None:
         for ax, what, line in ((left, own, "-"), (left, other, "--"), (right, "probability", "-")):
             shown = [problem[way][what] for problem in result["problems"]]
             low, mid, high = np.percentile(shown, (25, 50, 75), axis=0)
-            ax.plot(steps, mid, line, color=color, label=name + f": {what.title()}" * (ax is left))
-            ax.fill_between(steps, low, high, color=color, alpha=0.15 * (line == "-"), lw=0)
+            label = f"{name}: {what.title()}" if ax is left else name
+            ax.plot(steps, mid, line, color=color, label=label)
+            if line == "-":
+                ax.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
     left.set(ylabel="correlation with the solution", ylim=(0.1, 1.02))
     right.set(ylabel="probability of the selected token", ylim=(0, 1.02))
     for ax in (left, right):

@@ -19,11 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.dataset import Dataset
-from experiments import common
-from experiments.common import COLORS, Result, spell, spell_difference
-from experiments.lab import Lab
-from experiments.training import Recipe, needs, text, train, validate, windows
+from experiments import common, training
+from experiments.common import COLORS, Lab, Result, format_difference, format_mean, select
+from experiments.training import Recipe
 from kit.evaluate import eval_batches
 from model import GPT, GPTConfig, KVCache
 
@@ -58,19 +56,19 @@ def build(kind: str, std: float, vocab_size: int, seed: int) -> GPT:
 def trial(kind: str, std: float, seed: int, rate: float, rows: int, updates: int,
           tokenizer: str, tokens: int) -> dict[str, float]:
     """Validation losses, nats a token, before the first update and after the last."""
-    data = Dataset(text(tokenizer))
+    data = training.stdlib(tokenizer)
     model = build(kind, std, data.vocab_size, seed)
-    start = validate(model, data, tokens=tokens)["loss"]
+    start = training.validate(model, data, tokens)["loss"]
     recipe = Recipe(max_iters=updates, learning_rate=rate * Recipe.learning_rate)
-    train(model, windows(data, rows, CONTEXT, seed), recipe)
-    return {"start": start, "end": validate(model, data, tokens=tokens)["loss"],
+    training.train(model, training.windows(data, rows, CONTEXT, seed), recipe)
+    return {"start": start, "end": training.validate(model, data, tokens)["loss"],
             "parameters": model.num_params()}
 
 
 def branch_variance() -> float:
     """Variance of what all but wte add to an element of the stream before the final norm.
 
-    Every branch reads a normalised stream, so this hangs neither on std nor on kind. With s = STD
+    Every branch reads a normalised stream, so this depends neither on std nor on kind. With s = STD
     and p = s / sqrt(2 LAYERS), the std of the projections: attention averages n independent values
     of variance C s^2 at position n, its projection makes C p^2 of it; the MLP's 4C hidden values
     are gelu(u), u normal of variance C s^2, and its projection makes 4C p^2 of their mean square.
@@ -109,7 +107,7 @@ def predict(kind: str, std: float, vocab_size: int, repeats: float) -> float:
 
 
 def measure(lab: Lab) -> Result:
-    needs("wte.weight", "lm_head.weight", "config.tie_embeddings")
+    training.needs("wte.weight", "lm_head.weight", "config.tie_embeddings")
     tokenizer = "byte" if lab.quick else "bpe:1024"
     stds = [0.02, 1.0] if lab.quick else [0.005, 0.02, 0.05, WIDTH**-0.5, 0.2, 1.0]
     size = {"rows": 4 if lab.quick else 8, "updates": 30 if lab.quick else 200,
@@ -120,7 +118,7 @@ def measure(lab: Lab) -> Result:
     search = [] if lab.quick else [
         {"kind": kind, "std": std, "seed": 9, "rate": rate}
         for kind in KINDS[:2] for std in (0.02, 0.2, 1.0) for rate in RATES]
-    data = Dataset(text(tokenizer))  # prepared once, not by every process
+    data = training.stdlib(tokenizer)  # prepared once, not by every process
     done = lab.trials(trial, [job | size for job in jobs + search])
     runs = [job | result for job, result in zip(jobs + search, done, strict=True)]
     pairs = list(eval_batches(data.val, CONTEXT, 64, size["tokens"] // (64 * CONTEXT)))
@@ -133,9 +131,9 @@ def measure(lab: Lab) -> Result:
             "grid": grid, "predicted": predicted}
 
 
-def of(result: Result, kind: str, std: float, what: str = "end") -> list[float]:
-    """One number of all runs of this kind and deviation, by seed."""
-    return [run[what] for run in result["runs"] if (run["kind"], run["std"]) == (kind, std)]
+def losses(result: Result, kind: str, std: float, when: str = "end") -> list[float]:
+    """By seed."""
+    return [run[when] for run in select(result["runs"], kind=kind, std=std)]
 
 
 def table(result: Result) -> list[list[str]]:
@@ -145,31 +143,26 @@ def table(result: Result) -> list[list[str]]:
              "tied - untied", "tied - exchanged"]]
     for std in result["stds"]:
         at = result["grid"].index(std)
-        starts = [f"{spell(of(result, kind, std, 'start'), 2)} "
+        starts = [f"{format_mean(losses(result, kind, std, 'start'), 2)} "
                   f"({result['predicted'][kind][at]:.2f})" for kind in KINDS[:2]]
-        ends = {kind: of(result, kind, std) for kind in KINDS}
-        rows.append([f"{std:.3g}", *starts, *(spell(e) if e else "" for e in ends.values()),
-                     *(spell_difference(ends["tied"], ends[other]) if ends[other] else ""
-                       for other in KINDS[1:])])
-    sizes = [f"{of(result, kind, result['stds'][-1], 'parameters')[0]:,}" for kind in KINDS]
+        tied, untied, exchanged = ends = [losses(result, kind, std) for kind in KINDS]
+        rows.append([f"{std:.3g}", *starts, *(format_mean(end) if end else "" for end in ends),
+                     format_difference(tied, untied),
+                     format_difference(tied, exchanged) if exchanged else ""])
+    sizes = [f"{select(result['runs'], kind=kind)[0]['parameters']:,}" for kind in KINDS]
     return [*rows, ["parameters", "", "", *sizes, "", ""]]
 
 
 def draw(result: Result, fig: Any) -> None:
     before, after = fig.subplots(1, 2)
-    entropy = math.log(result["vocab_size"])
     for kind, color in zip(KINDS, COLORS, strict=False):
-        stds = [std for std in result["stds"] if of(result, kind, std)]
-        means = {what: [fmean(of(result, kind, std, what)) for std in stds]
-                 for what in ("start", "end")}
-        before.plot(stds, means["start"], "x" if kind == "exchanged" else "o", color=color,
-                    label=kind)
+        stds = [std for std in result["stds"] if losses(result, kind, std)]
+        starts = [fmean(losses(result, kind, std, "start")) for std in stds]
+        before.plot(stds, starts, "x" if kind == "exchanged" else "o", color=color, label=kind)
         if kind in result["predicted"]:
             before.plot(result["grid"], result["predicted"][kind], color=color, lw=1)
-        after.plot(stds, means["end"], color=color, label=kind)
-        for std in stds:
-            ends = of(result, kind, std)
-            after.plot([std] * len(ends), ends, ".", color=color)
+        common.draw_seeds(after, stds, [losses(result, kind, std) for std in stds], color)
+    entropy = math.log(result["vocab_size"])
     before.axhline(entropy, color=COLORS[-1], lw=1, ls=":")
     before.text(1.2, entropy * 1.02, "ln V", ha="right", va="bottom")
     before.set(xscale="log", yscale="log", ylabel="loss before training (nats a token)",

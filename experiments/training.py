@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,45 +16,42 @@ from torch.overrides import TorchFunctionMode
 
 from data.dataset import Dataset
 from data.prepare import resolve
-from experiments.lab import tick
 from kit.device import muon_dtype, prepare_device
 from kit.errors import UserError
 from kit.evaluate import Batch, eval_batches, evaluate
 from kit.optimizer import build_optimizers, set_lr
+from kit.positions import resize
 from model import GPT, GPTConfig, KVCache
 
-Weights = dict[str, np.ndarray]
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # update -> x, y (B, T), y = -1: no target
 
 
 @dataclass
 class Recipe:
-    """What kit.optimizer asks for, with the rates of config/small.py; see TrainSettings."""
+    """The settings of train.py that kit.optimizer reads, with the rates of config/small.py."""
 
     max_iters: int = 600
     warmup_iters: int = 30
-    optimizer: str = "muon"
+    optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = 2e-2
     muon_lr: float = 0.012
     muon_momentum: float = 0.85
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
-    grad_clip: float = 1.0
     layer_lr_decay: float = 1.0
     decay_lr: bool = True
-    schedule: str = "linear"
+    schedule: Literal["cosine", "linear"] = "linear"
     cooldown: float = 0.6
     lr_decay_iters: int | None = None
     min_lr: float = 0.0
 
 
-def train(model: GPT, batches: Batches, recipe: Recipe, share: float = 1.0,
+def train(model: GPT, batches: Batches, recipe: Recipe,
           each: Callable[[int], None] = lambda step: None) -> list[float]:
     """Train in place in fp32 -> the loss of each update, nats per target.
 
-    share: of a trial's way that this training is (see `tick`). each: called before update 0, 1, ...
-    and after the last.
+    each: called before update 0, 1, ... and after the last.
     """
     cpu = torch.device("cpu")
     prepare_device(cpu)
@@ -69,12 +65,11 @@ def train(model: GPT, batches: Batches, recipe: Recipe, share: float = 1.0,
             loss_sum, n = model(x, y)
             loss = loss_sum / n.clamp(min=1)
             loss.backward()
-            utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
+            utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
-            tick(share / recipe.max_iters)
         each(recipe.max_iters)
     model.eval()
     return losses
@@ -96,9 +91,9 @@ def faster(model: GPT) -> Iterator[None]:
         yield
 
 
-def text(tokenizer: str = "byte") -> Path:
-    """Folder of the text that experiments learn: Python's standard library, prepared once."""
-    return resolve("stdlib", tokenizer, lambda line: None)
+def stdlib(tokenizer: str = "byte") -> Dataset:
+    """The text that experiments learn: Python's standard library, prepared on the first call."""
+    return Dataset(resolve("stdlib", tokenizer, lambda line: None))
 
 
 def windows(data: Dataset, rows: int, block_size: int, seed: int) -> Batches:
@@ -117,35 +112,28 @@ def denoising(batches: Batches, mask_id: int, seed: int, share: float = 0.2) -> 
     return hidden
 
 
-def target_only(y: np.ndarray, prefix: int) -> np.ndarray:
-    """y (B, T) with -1 where the next token is still of the input; its last position counts."""
-    y = y.copy()
-    y[:, : prefix - 1] = -1
-    return y
+def after_prefix(batches: Batches, prefix: int) -> Batches:
+    """The same batches, but only what follows the first `prefix` tokens of a row is a target."""
+
+    def rest(step: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = batches(step)
+        y = y.copy()
+        y[:, : prefix - 1] = -1  # the last token of the prefix predicts the first target
+        return x, y
+
+    return rest
 
 
-def validate(model: GPT, data: Dataset, block_size: int | None = None,
-             tokens: int = 0) -> dict[str, float]:
-    """Loss and bits per byte on fixed windows of the validation split; see kit.evaluate.
-
-    tokens: about so many of them, spread evenly over the split; 0: all.
-    """
-    size = block_size or model.config.block_size
-    rows = max(1, 4096 // size)
-    batches = eval_batches(data.val, size, rows, -(-tokens // (rows * size)))
-    with faster(model):
-        return evaluate(model, batches, data.token_byte_lengths(), data.separator,
-                        torch.inference_mode)
-
-
-def weights_of(model: GPT) -> Weights:
-    """A copy that can go to another process."""
-    return {name: p.detach().numpy().copy() for name, p in model.state_dict().items()}
-
-
-def sample(data: Dataset, size: int, tokens: int) -> Iterable[Batch]:
+def sample(data: Dataset, size: int, tokens: int) -> Iterator[Batch]:
     """Windows of about so many tokens, spread evenly over the validation split."""
     return eval_batches(data.val, size, max(1, 4096 // size), max(1, tokens // 4096))
+
+
+def validate(model: GPT, data: Dataset, tokens: int) -> dict[str, float]:
+    """Loss and bits per byte of such a sample; see kit.evaluate."""
+    with faster(model):
+        return evaluate(model, sample(data, model.config.block_size, tokens),
+                        data.token_byte_lengths(), data.separator, torch.inference_mode)
 
 
 @torch.inference_mode()
@@ -159,8 +147,17 @@ def by_position(model: GPT, batches: Iterable[Batch]) -> Tensor:
     return total / n
 
 
+def widened(model: GPT, config: GPTConfig, way: str = "interpolate") -> GPT:
+    """A copy of the model for the windows of `config`; way: see `kit.positions.resize`."""
+    tensors = model.state_dict()
+    tensors["wpe.weight"] = resize(tensors["wpe.weight"], config.block_size, way)
+    wide = GPT(config)
+    wide.load_state_dict(tensors)
+    return wide.eval()
+
+
 class Sight(KVCache):
-    """Passed as a cache, it stores nothing and says which positions see each other."""
+    """Passed as a cache, it stores nothing and decides which positions see each other."""
 
     def __init__(self, seen: Tensor):
         super().__init__(n_layer=0)
@@ -177,7 +174,7 @@ class Sight(KVCache):
 
 
 class MaskedGPT(GPT):
-    """A GPT whose positions see what a mask says, not only what is before them.
+    """A GPT whose positions see what a mask allows, not only what is before them.
 
     mask: (T, T) or (B, 1, T, T), True where a query (row) may see a key (column).
     """
@@ -210,10 +207,10 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            self.keep(*args, **(kwargs or {}))
+            self.record(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def keep(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+    def record(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
              dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
              enable_gqa: bool = False) -> None:
         if scale is not None:
@@ -256,19 +253,17 @@ TINY = {"vocab_size": 3, "block_size": 4, "n_layer": 2, "n_head": 2, "n_embd": 8
 
 
 def needs(*names: str) -> None:
-    """UserError, in one line, if model.py lacks what an experiment uses by these names.
+    """UserError, in one line, if model.py lacks what an experiment uses by one of these names.
 
     A name is an attribute of a GPT with two layers, as "h.0.attn.c_attn" or "config.attn_logn".
     """
-    model, missing = GPT(GPTConfig(**TINY)), []
+    model = GPT(GPTConfig(**TINY))
     for name in names:
         try:
             attrgetter(name)(model)
         except AttributeError:
-            missing.append(name)
-    if missing:
-        raise UserError(f"this experiment needs a GPT with {', '.join(missing)}, and that of "
-                        "model.py has no such part; it runs with the model as published")
+            raise UserError(f"this experiment needs a GPT with {name}, and that of model.py has no "
+                            "such part; it runs with the model as published") from None
 
 
 def needs_scores() -> None:

@@ -18,22 +18,9 @@ import numpy as np
 import torch
 
 from data.dataset import Dataset
-from experiments import common
-from experiments.common import COLORS, spell, spell_difference
-from experiments.lab import Lab
-from experiments.training import (
-    Batches,
-    Recipe,
-    Weights,
-    by_position,
-    needs,
-    sample,
-    text,
-    train,
-    weights_of,
-    windows,
-)
-from kit.positions import resize
+from experiments import common, training
+from experiments.common import COLORS, Lab, format_difference, format_mean, select
+from experiments.training import Batches, Recipe
 from model import GPT, GPTConfig
 
 TOKENIZER = "bpe:512"
@@ -42,7 +29,7 @@ BIN = 16  # positions
 FLOOR = 0.3  # of the peak rates, at least, where wide windows begin
 SHARES = [0.0, 0.05, 0.1, 0.25, 0.5]  # of the updates in wide windows; 1: from the beginning
 FULL = {"seeds": [1, 2, 3], "updates": 900, "shares": SHARES, "tokens": 131072}
-QUICK = {"seeds": [1, 2], "updates": 40, "shares": [0.0, 0.25], "tokens": 8192}
+QUICK = {"seeds": [1], "updates": 40, "shares": [0.0, 0.25], "tokens": 8192}
 
 
 def cut(batches: Batches, size: int, skip: int = 0) -> Batches:
@@ -63,69 +50,54 @@ def rest_of(recipe: Recipe, done: int) -> Recipe:
 
 def bins(model: GPT, data: Dataset, size: int, tokens: int) -> list[float]:
     """Loss on the sample of the validation split, nats a token, by 16 positions."""
-    return by_position(model, sample(data, size, tokens)).view(-1, BIN).mean(1).tolist()
+    losses = training.by_position(model, training.sample(data, size, tokens))
+    return losses.view(-1, BIN).mean(1).tolist()
 
 
-def start(seed: int, updates: int, stops: list[int], tokens: int) -> dict[str, Any]:
-    """Train in short windows to the last stop: the weights and CPU seconds at each."""
-    data, kept = Dataset(text(TOKENIZER)), {}
+def config(size: int, vocab_size: int) -> GPTConfig:
+    return GPTConfig(vocab_size, size, n_layer=2, n_head=4, n_embd=64)
+
+
+def trial(seed: int, updates: int, shares: list[float], tokens: int) -> dict[str, Any]:
+    """All arms of a seed: a training in short windows, from which those that widen branch off."""
+    data, recipe = training.stdlib(TOKENIZER), Recipe(max_iters=updates)
+    batches = training.windows(data, BATCH // WIDE, WIDE, seed)
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(data.vocab_size, T, n_layer=2, n_head=4, n_embd=64))
-    begun = time.process_time()
+    arms = {1.0: (0, 0.0, GPT(config(WIDE, data.vocab_size)))}  # updates, CPU seconds so far, model
+    torch.manual_seed(seed)
+    model, begun = GPT(config(T, data.vocab_size)), time.process_time()
+    stops = {round(updates * (1 - share)): share for share in shares}
 
-    def keep(step: int) -> None:
+    def branch_off(step: int) -> None:
         if step in stops:
-            kept[step] = {"seconds": time.process_time() - begun, "weights": weights_of(model)}
+            seconds = time.process_time() - begun
+            wide = training.widened(model, config(WIDE, data.vocab_size))
+            arms[stops[step]] = step, seconds, wide
 
-    train(model, cut(windows(data, BATCH // WIDE, WIDE, seed), T), Recipe(max_iters=updates),
-          each=keep)
-    return {"kept": kept, "short": bins(model, data, T, tokens)}
-
-
-def finish(seed: int, updates: int, done: int, weights: Weights | None,
-           tokens: int) -> dict[str, Any]:
-    """The updates left after `done`, in wide windows: from interpolated positions, or all of them.
-    """
-    data, recipe = Dataset(text(TOKENIZER)), Recipe(max_iters=updates)
-    torch.manual_seed(seed)
-    model = GPT(GPTConfig(data.vocab_size, WIDE, n_layer=2, n_head=4, n_embd=64))
-    if weights is not None:
-        tensors = {name: torch.from_numpy(a) for name, a in weights.items()}
-        tensors["wpe.weight"] = resize(tensors["wpe.weight"], WIDE, "interpolate")
-        model.load_state_dict(tensors)
-        recipe = rest_of(recipe, done)
-    begun = time.process_time()
-    train(model, cut(windows(data, BATCH // WIDE, WIDE, seed), WIDE, done), recipe)
-    return {"seconds": time.process_time() - begun, "loss": bins(model, data, WIDE, tokens)}
+    training.train(model, cut(batches, T), recipe, branch_off)
+    short = {"seed": seed, "seconds": arms[0.0][1], "loss": bins(model, data, T, tokens)}
+    runs = []
+    for share, (done, seconds, wide) in sorted(arms.items()):
+        begun = time.process_time()
+        training.train(wide, cut(batches, WIDE, done), rest_of(recipe, done) if done else recipe)
+        runs.append({"seed": seed, "share": share, "seconds": seconds + time.process_time() - begun,
+                     "loss": bins(wide, data, WIDE, tokens)})
+    return {"short": short, "runs": runs}
 
 
 def measure(lab: Lab) -> common.Result:
-    needs("wpe.weight")
+    training.needs("wpe.weight")
     size = QUICK if lab.quick else FULL
-    updates, tokens = size["updates"], size["tokens"]
-    stops = {share: round(updates * (1 - share)) for share in size["shares"]}
-    text(TOKENIZER)  # before trials would prepare it side by side
-    starts = lab.trials(start, [{"seed": seed, "updates": updates, "stops": list(stops.values()),
-                                 "tokens": tokens} for seed in size["seeds"]])
-    jobs, spent = [], []
-    for seed, begun in zip(size["seeds"], starts, strict=True):
-        for share in [*stops, 1.0]:
-            done = stops.get(share, 0)
-            kept = begun["kept"].get(done, {"seconds": 0.0, "weights": None})
-            jobs.append({"seed": seed, "updates": updates, "done": done, "tokens": tokens,
-                         "weights": kept["weights"]})
-            spent.append({"seed": seed, "share": share, "seconds": kept["seconds"]})
-    runs = [{**run, "seconds": run["seconds"] + end["seconds"], "loss": end["loss"]}
-            for run, end in zip(spent, lab.trials(finish, jobs), strict=True)]
-    short = [{"seed": seed, "seconds": begun["kept"][updates]["seconds"], "loss": begun["short"]}
-             for seed, begun in zip(size["seeds"], starts, strict=True)]
-    return {"size": size, "short": short, "runs": runs}
+    training.stdlib(TOKENIZER)  # prepared once, not by every process
+    sizes = {key: value for key, value in size.items() if key != "seeds"}
+    found = lab.trials(trial, [{"seed": seed, **sizes} for seed in size["seeds"]])
+    return {"size": size, "short": [one["short"] for one in found],
+            "runs": [run for one in found for run in one["runs"]]}
 
 
 def of_share(result: common.Result, share: float | None) -> dict[str, list[float]]:
     """Loss of all and of late positions, CPU seconds, by seed; None: short windows to the end."""
-    runs = [r for r in result["runs"] if r["share"] == share] if share is not None \
-        else result["short"]
+    runs = result["short"] if share is None else select(result["runs"], share=share)
     return {"all": [fmean(r["loss"]) for r in runs],
             "late": [fmean(r["loss"][-(len(r["loss"]) // 4):]) for r in runs],
             "seconds": [r["seconds"] for r in runs]}
@@ -136,12 +108,12 @@ def table(result: common.Result) -> common.Rows:
              "CPU seconds"]]
     wide = of_share(result, 1.0)
     for share in [None, *result["size"]["shares"], 1.0]:
-        arm, row = of_share(result, share), [f"none, read at {T}" if share is None
-                                             else f"{share:.0%}"]
+        arm = of_share(result, share)
+        row = [f"none, read at {T}" if share is None else f"{share:.0%}"]
         for what in ("all", "late"):
-            row += [spell(arm[what]),
-                    "" if share == 1 else spell_difference(arm[what], wide[what])]
-        rows.append([*row, spell(arm["seconds"], 1)])
+            gain = "" if share == 1 else format_difference(arm[what], wide[what])
+            row += [format_mean(arm[what]), gain]
+        rows.append([*row, format_mean(arm["seconds"], 1)])
     return rows
 
 
@@ -151,17 +123,15 @@ def draw(result: common.Result, fig: Any) -> None:
     names = [f"{share:.0%}" for share in shares]
     for color, what, label in ((COLORS[0], "late", "last quarter"),
                                (COLORS[1], "all", "all positions")):
-        arms = [of_share(result, share)[what] for share in shares]
-        left.plot(names, [fmean(arm) for arm in arms], color=color, label=label)
-        for name, arm in zip(names, arms, strict=True):
-            left.plot([name] * len(arm), arm, "o", color=color, markersize=3)
+        losses = [of_share(result, share)[what] for share in shares]
+        common.draw_seeds(left, names, losses, color, label)
     left.axhline(fmean(of_share(result, None)["all"]), color="#333333", linestyle="--",
                  linewidth=1, label=f"not widened, read at {T}")
     left.set_xlabel(f"share of the tokens in windows of {WIDE} (not to scale)")
     left.set_ylabel("validation loss (nats a token)")
     left.legend(fontsize=10)
     for color, share in zip(COLORS[2:], shares[::-1], strict=False):
-        curve = np.mean([r["loss"] for r in result["runs"] if r["share"] == share], axis=0)
+        curve = np.mean([run["loss"] for run in select(result["runs"], share=share)], axis=0)
         middles = BIN * (np.arange(len(curve)) + 0.5)
         right.plot(middles, curve, color=color, label=f"{share:.0%}")
     right.axvline(T, color="#999999", linewidth=1)

@@ -119,14 +119,14 @@ def test_in_turn_takes_all_in_each_round(monkeypatch):
     clock, calls = iter(range(10_000)), []
     monkeypatch.setattr(decoding_costs.time, "perf_counter", lambda: next(clock))
     ways = {name: lambda size, name=name: calls.append((name, size)) for name in "ab"}
-    ms = decoding_costs.in_turn(ways, [3, 5], 2, 1.0)
+    ms = decoding_costs.in_turn(ways, [3, 5], 2)
     assert calls == [("a", 3), ("b", 3), ("a", 5), ("b", 5)] * 3
     assert ms == {"a": [[1000, 1000]] * 2, "b": [[1000, 1000]] * 2}
 
 
 @pytest.mark.slow
-def test_direction(quick):
-    result = quick("decoding_costs")
+def test_direction(command):
+    result = command("decoding_costs")
     ends = {way: median(ms[-1]) for way, ms in result["decoding"].items()}
     assert ends["without"] > 3 * ends["with cache"]  # 37 times on a quiet machine
     for ms in result["training"].values():

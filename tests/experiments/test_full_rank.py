@@ -38,15 +38,6 @@ def test_hidden_bytes_are_the_targets():
     assert not np.array_equal(batches(1)[0] == 999, hidden)
 
 
-def test_what_the_prefix_shows_is_no_target():
-    x, y = f.after_prefix(rows)(0)
-    mask = f.mask_of("prefix", 40)
-    for t in range(40):  # y[t] is x[t + 1]
-        seen = t + 1 < 40 and bool(mask[t, t + 1])
-        assert (y[:, t] == -1).all() == seen
-    assert np.array_equal(x, rows(0)[0])
-
-
 @pytest.mark.parametrize("kind", f.KINDS)
 def test_scores_are_those_of_the_model(kind):
     torch.manual_seed(0)
@@ -118,10 +109,10 @@ def test_table_gives_no_digits_of_rounding():
 def test_quick_form(quick):
     result = quick("full_rank")
     for n in f.LENGTHS:
-        (causal,), (prefix,), (full,) = (f.of(result, kind, 4, n) for kind in f.KINDS)
+        (causal,), (prefix,), (full,) = (f.ends(result, kind, 4, n) for kind in f.KINDS)
         for name in ("float32", "bf16"):
             assert causal["rank"][name] > prefix["rank"][name] > full["rank"][name]
         assert causal["rank"]["float32"] > 0.9 and full["rank"]["float32"] < 0.7
-    small = [f.of(result, kind, 4, 64)[0] for kind in f.KINDS]
+    small = [f.ends(result, kind, 4, 64)[0] for kind in f.KINDS]
     assert small[0]["exact_signs"] == [1] * 4
     assert small[0]["exact_log10_det"] > small[2]["exact_log10_det"] + 50

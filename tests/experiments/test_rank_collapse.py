@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import rank_collapse as r
+from experiments.common import select
 from experiments.training import MaskedGPT
 from model import GPTConfig
 
@@ -39,19 +40,18 @@ def test_whole_blocks_are_those_of_the_model(kind):
     states = r.layers(model, idx)
     torch.testing.assert_close(model.ln_f(states[-1]), plain.hidden(idx))
     torch.testing.assert_close(states[0], model.wte(idx) + model.wpe.weight)
-    assert all(map(torch.equal, states, r.layers(model, states[0])))  # states as good as ids
 
 
 def test_parts_that_are_taken_away_do_nothing():
-    model, x = r.build("quick", "causal", 1), torch.randn(1, 32, 32)
-    block, see = model.h[0], (torch.arange(32), model.mask, None)
-    attention = block.attn(block.ln_1(x), *see)
-    made = {name: r.layers(r.take(model, **parts), x)[1] for name, parts in r.PARTS.items()}
+    model, idx = r.build("quick", "causal", 1), torch.arange(32)[None]
+    block, x = model.h[0], r.layers(model, idx)[0]
+    attention = block.attn(block.ln_1(x), None, model.mask, None)  # the model's own
+    made = {name: r.layers(r.take(model, **parts), idx)[1] for name, parts in r.PARTS.items()}
     torch.testing.assert_close(made["attention alone"], attention)
     torch.testing.assert_close(made["attention + skip"], x + attention)
     torch.testing.assert_close(made["attention + MLP"], block.mlp(block.ln_2(attention)))
-    bare = r.layers(r.take(model, skip=False, dense=False, norm=False), x)[1]
-    torch.testing.assert_close(bare, block.attn(x, *see))
+    bare = r.layers(r.take(model, skip=False, dense=False, norm=False), idx)[1]
+    torch.testing.assert_close(bare, block.attn(x, None, model.mask, None))
 
 
 @pytest.mark.parametrize("kind", r.KINDS)
@@ -77,16 +77,17 @@ def test_full_attention_cubes_a_residual_and_causal_attention_does_not():
 
 
 def test_small_residuals_are_spelt_from_least_to_largest():
-    assert r.spell([2.7e-5, 5.4e-3, 7e-5]) == "3e-05 to 5e-03"
-    assert r.spell([2.1e-16, 1.9e-16]) == "2e-16"
-    assert r.spell([0.1, 0.3, 0.2]) == "0.200 ± 0.100"
+    assert r.format_residual([2.7e-5, 5.4e-3, 7e-5]) == "3e-05 to 5e-03"
+    assert r.format_residual([2.1e-16, 1.9e-16]) == "2e-16"
+    assert r.format_residual([0.1, 0.3, 0.2]) == "0.200 ± 0.100"
 
 
 @pytest.mark.slow
 def test_quick_form(quick):
     result = quick("rank_collapse")
-    (full,), (causal,) = (r.of(result, "quick", kind, r.WHOLE) for kind in r.KINDS)
-    (alone,) = r.of(result, "quick", "causal", "attention alone")
+    runs = select(result["runs"], size="quick")
+    (full,), (causal,) = (select(runs, kind=kind, part=r.WHOLE) for kind in r.KINDS)
+    (alone,) = select(runs, kind="causal", part="attention alone")
     for when in ("start", "end"):
         assert full[when]["attention alone"][-1] < 1e-13
         assert full[when]["whole block"][-1] > 0.05

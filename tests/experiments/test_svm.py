@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experiments import svm
-from experiments.lab import Lab
+from experiments.common import Lab
 from kit.errors import UserError
 
 with_cvxpy = pytest.mark.skipif(importlib.util.find_spec("cvxpy") is None,

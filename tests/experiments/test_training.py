@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from experiments.lab import Lab
-from experiments.training import MaskedGPT, Recipe, attention_scores, prefix_mask, train
+from experiments.common import Lab
+from experiments.training import (
+    MaskedGPT,
+    Recipe,
+    after_prefix,
+    attention_scores,
+    prefix_mask,
+    train,
+)
 from kit.errors import UserError
 from model import GPT, MLP, CausalSelfAttention, GPTConfig
 
@@ -40,6 +47,17 @@ def test_targets_of_minus_one_are_none():
     losses = train(model, lambda step: (batches(step)[0], np.full((4, 16), -1)),
                    Recipe(max_iters=2, warmup_iters=1))
     assert losses == [0.0, 0.0]
+
+
+def test_what_the_prefix_shows_is_no_target():
+    x, y = batches(0)
+    kept = y.copy()
+    same, targets = after_prefix(lambda step: (x, y), 6)(0)
+    mask = prefix_mask(16, 6)
+    for t in range(16):  # y[t] is x[t + 1]
+        seen = t + 1 < 16 and bool(mask[t, t + 1])
+        assert (targets[:, t] == (-1 if seen else y[:, t])).all()
+    assert same is x and (y == kept).all()
 
 
 def test_a_causal_mask_is_no_mask():

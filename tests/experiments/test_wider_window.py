@@ -68,9 +68,9 @@ def test_table_compares_with_wide_windows_from_the_beginning():
 @pytest.mark.slow
 def test_quick_form(quick):
     result = quick("wider_window")  # so few updates tell no arm from another
-    assert len(result["short"]) == 2 and len(result["runs"]) == 6
+    assert len(result["short"]) == 1 and len(result["runs"]) == 3
     for run in result["runs"] + result["short"]:
         assert np.mean(run["loss"]) < np.log(512) - 0.7  # better than an even guess
         assert run["seconds"] > 0
     losses = {tuple(run["loss"]) for run in result["runs"]}
-    assert len(losses) == 6  # no arm is another's
+    assert len(losses) == 3  # no arm is another's

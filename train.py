@@ -30,7 +30,7 @@ from kit.finetune import freeze
 from kit.job import Job, say, start
 from kit.progress import Progress
 from kit.run import folders, locate, moments, store
-from kit.run.failures import Interrupt, explained, is_spike, last_good
+from kit.run.failures import Interrupt, explained, last_good, skip_update
 from kit.run.report import Report
 from kit.settings import at_least, in_range, load
 from model import GPT, GPTConfig
@@ -233,7 +233,7 @@ class Trainer:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """What can befall a run: signals save it, a full disk or memory is explained in a line."""
-        with self.interrupt, explained(self.path, self.s, self.job.world), self.writer:
+        with self.interrupt, explained(self.path, self.s), self.writer:
             yield
 
     def restore(self, folder: Path | None, state: dict[str, Any], over: bool) -> None:
@@ -316,7 +316,7 @@ class Trainer:
             loss, grad_norm, tokens = job.sum(
                 (total / n_targets).item(), norm.item() if job.main else 0.0,
                 sum(x.numel() for x, _ in batches))
-        skip = is_spike(p, self.scaler, loss, grad_norm, s.skip_spikes, self.give_up, say)
+        skip = skip_update(p, self.scaler, loss, grad_norm, s.skip_spikes, self.give_up, say)
         with p.timed("optimizer"):
             if 0 < s.grad_clip < grad_norm and not skip:
                 utils.clip_grads_with_norm_(self.model.parameters(), s.grad_clip, norm)

@@ -19,8 +19,8 @@ from data.prepare import resolve
 from kit.device import muon_dtype, prepare_device
 from kit.errors import UserError
 from kit.evaluate import Batch, eval_batches, evaluate
+from kit.finetune import resize
 from kit.optimizer import build_optimizers, set_lr
-from kit.positions import resize
 from model import GPT, GPTConfig, KVCache
 
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]  # update -> x, y (B, T), y = -1: no target

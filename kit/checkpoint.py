@@ -13,7 +13,6 @@ from torch import nn
 from kit.device import Undrawn, without_memory
 from kit.errors import UserError
 from kit.files import read_json, size_of
-from kit.positions import resize
 from kit.run.store import WEIGHTS, check
 from kit.settings import fits
 from model import GPT, GPTConfig
@@ -123,6 +122,8 @@ def load_weights(model: GPT, path: Path, extend: str | None = None, crop: bool =
             resized.add(name)
     refuse_difference(theirs, {n: tuple(t.shape) for n, t in mine.items()}, path)
     tensors = load_tensors(path)
+    if resized:
+        from kit.finetune import resize
     for name in resized:
         tensors[name] = resize(tensors[name].float(), len(mine[name]), extend)
     with torch.no_grad():

@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from kit.errors import UserError, run
 from kit.files import replacing
-from kit.progress import read_log, running_mean, spell_time
+from kit.progress import spell_time
 from kit.run.locate import out_root
+from kit.run.log import read_log
 
 MOST = 4000  # points of a curve that are kept, an even number; a picture shows no more
 LONGEST_NAME = 36  # characters
@@ -158,6 +159,15 @@ def draw(curves: Sequence[Curve], path: Path, x: str, y: str, log: str = "", tit
     with replacing(path) as aside, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
         fig.savefig(aside, dpi=130, format="png")
+
+
+def running_mean(values: Sequence[float], share: float = 0.02) -> list[float]:
+    """The mean of all values so far, and later an exponential one over `share` of them."""
+    mean, means = 0.0, []
+    for n, value in enumerate(values, 1):
+        mean += (value - mean) / min(n, max(1.0, share * len(values)))
+        means.append(mean)
+    return means
 
 
 def table(curves: Sequence[Curve]) -> Iterator[str]:

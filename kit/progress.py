@@ -1,26 +1,17 @@
-"""What a run knows and tells: progress, log.jsonl, loss.png, wandb, times, peak memory."""
+"""Progress: what moves while training beside the weights and the optimizer, and its summary."""
 
 import contextlib
-import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 
 from kit.errors import UserError
-from kit.files import replacing, size_of
 from kit.settings import fits
-
-FORMAT = 1
-LONGEST_LINE = 1 << 16  # of a log, in characters
-MOST_ROWS = 20_000  # kept in memory, for the curve
-CURVE = ("format", "step", "loss", "val_loss", "val_bpb")
 
 
 @dataclass
@@ -75,8 +66,11 @@ class Progress:
         parts = (self.seconds | {"other": total - known}).items()
         return ", ".join(f"{what} {s / total:.1%}" for what, s in parts)
 
-    def odd_norm(self, norm: float, limit: float) -> bool:
-        """Whether a gradient's norm is `limit` times the usual one or worse; keeps the count."""
+    def is_spike(self, norm: float, limit: float) -> bool:
+        """Whether a gradient's norm is `limit` times the usual one or worse; keeps the count.
+
+        NaN always is; limit 0 counts nothing as a spike.
+        """
         seen = self.step - self.skipped
         finite = math.isfinite(norm)
         if limit and (not finite or (seen >= 20 and norm > limit * self.mean_norm)):
@@ -111,97 +105,9 @@ def describe(state: dict[str, Any]) -> str:
     return f"step {p.step}, {loss}"
 
 
-class Log:
-    """log.jsonl, one JSON object a line, the first with the format version.
-
-    A run that goes on is cut back to its checkpoint: `step`, and the last evaluation made by then.
-    """
-
-    def __init__(self, path: Path, step: int = 0, last_eval: int = 0):
-        self.path, self.rows, self.stride, self.seen = path, [], 1, 0
-        old = read_log(path) if step and path.exists() else ()
-        kept = (row for row in old if "format" not in row
-                and row["step"] <= (last_eval if "val_loss" in row else step))
-        with replacing(path) as aside, aside.open("w", encoding="utf-8") as f:
-            for row in chain([{"format": FORMAT, "step": 0}], kept):
-                f.write(to_line(row))
-                self.keep(row)
-
-    def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as f:
-            f.write(to_line(row))
-        self.keep(row)
-
-    def keep(self, row: dict[str, Any]) -> None:
-        """Remember what the curve needs of a row; of very many every second one is enough."""
-        self.seen += 1
-        if "val_loss" in row or self.seen % self.stride == 0:
-            self.rows.append({k: v for k, v in row.items() if k in CURVE})
-        if len(self.rows) > MOST_ROWS:
-            self.stride *= 2  # alike over the whole run
-            train = [r for r in self.rows if "val_loss" not in r][::2]
-            val = [r for r in self.rows if "val_loss" in r]
-            val = val[::2] if len(val) > MOST_ROWS // 2 else val
-            self.rows = sorted(train + val, key=lambda r: r["step"])
-
-
-def to_line(row: dict[str, Any]) -> str:
-    """A row as JSON, which has no NaN and no infinity: they become null."""
-    odd = {k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    return json.dumps(row | odd) + "\n"
-
-
-def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a log; what a crash tore is left out."""
-    size_of(path)  # a plain file?
-    with path.open(encoding="utf-8", errors="replace") as f:
-        while line := f.readline(LONGEST_LINE):
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict) and is_number(row.get("step")) and row["step"] >= 0:
-                    yield {k: v for k, v in row.items() if v is None or is_number(v)}
-
-
 def is_number(value: Any) -> bool:
     """Whether it is a number that a log or state of ours may hold."""
     return type(value) in (int, float, bool) and abs(value) < 2**63
-
-
-def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """loss.png: the training loss (faint), its running mean, the validation loss."""
-    from matplotlib.figure import Figure  # here, because it is slow to import; needs no display
-
-    fig = Figure(figsize=(8, 4.5), layout="constrained")
-    ax = fig.subplots()
-    train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    if train:
-        steps, losses = zip(*train, strict=True)
-        ax.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="training, each update")
-        ax.plot(steps, running_mean(losses), color="#2171b5", label="training, running mean")
-    val = [row for row in rows if row.get("val_loss") is not None]
-    if val:
-        best = min(val, key=lambda row: row["val_loss"])
-        label = f"validation, best {best['val_loss']:.3f}"
-        if best.get("val_bpb"):
-            label += f" = {best['val_bpb']:.3f} bits/byte"
-        ax.plot([row["step"] for row in val], [row["val_loss"] for row in val], "o-",
-                color="#d94801", markersize=4, label=label)
-    ax.set(xlabel="update", ylabel="loss (nats per token)")
-    ax.set_title(title, parse_math=False)  # a folder may be called $x_{
-    ax.grid(alpha=0.3)
-    if train or val:
-        ax.legend()
-    with replacing(path) as aside:
-        fig.savefig(aside, dpi=120, format="png")
-
-
-def running_mean(values: Sequence[float], share: float = 0.02) -> list[float]:
-    """The mean of all values so far, and later an exponential one over `share` of them."""
-    mean, means = 0.0, []
-    for n, value in enumerate(values, 1):
-        mean += (value - mean) / min(n, max(1.0, share * len(values)))
-        means.append(mean)
-    return means
 
 
 def spell_time(seconds: float) -> str:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import train
 from data import prepare
-from kit import positions
+from kit import finetune
 from kit.checkpoint import load_model
 from kit.errors import UserError
 from kit.files import read_json
@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("BONSAI_DATA", str(tmp_path / "data"))
     monkeypatch.setattr("os.fsync", lambda fd: None)
     monkeypatch.setattr("kit.run.report.write_sample", lambda *args: "")  # tested elsewhere
-    monkeypatch.setattr("kit.run.report.draw_loss", lambda *args: None)
+    monkeypatch.setattr("kit.plot.draw", lambda *a, **k: None)
     monkeypatch.setattr("kit.device.peak_flops", lambda *args: 1e11)
     text, config = tmp_path / "text.txt", tmp_path / "test.py"
     text.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
@@ -122,7 +122,7 @@ def test_a_wider_window_is_an_act(run, how, capsys):
     assert model.config.block_size == 40
     run("frozen", f"--init_from={base}", "--block_size=40", f"--extend_positions={how}",
         "--freeze=wpe")
-    expected = positions.resize(weights(base)["wpe.weight"], 40, how)
+    expected = finetune.resize(weights(base)["wpe.weight"], 40, how)
     assert torch.equal(weights(run_path(base, "frozen"))["wpe.weight"], expected)
     again = run("wider", "--init_from=resume", "--max_iters=9")
     assert len(losses(again)) == 9  # a run that goes on has its positions already

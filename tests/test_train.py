@@ -622,7 +622,7 @@ def test_a_disk_that_is_really_full_is_a_line_and_loses_nothing(run, tmp_path, m
     import resource
 
     path = tmp_path / "run"
-    monkeypatch.setattr("kit.run.report.draw_loss", lambda *args: None)  # it would fail first
+    monkeypatch.setattr("kit.plot.draw", lambda *a, **k: None)  # it would fail first
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     go_on = at_update(monkeypatch, 13, lambda trainer: resource.setrlimit(
         resource.RLIMIT_FSIZE, (20_000, hard)))

@@ -47,7 +47,7 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def explained(path: Path, settings: Any, world: int = 1) -> Iterator[None]:
+def explained(path: Path, settings: Any) -> Iterator[None]:
     """Turn a failing disk or memory in the block into a line that says what is left and to do."""
     try:
         yield
@@ -58,12 +58,16 @@ def explained(path: Path, settings: Any, world: int = 1) -> Iterator[None]:
                         "the same command again") from e
     except (MemoryError, RuntimeError) as e:
         if out_of_memory(e):
-            less = smaller(settings, world)
-            raise UserError(f"out of memory with {less}; {last_good(path)}") from e
+            s = settings
+            raise UserError(
+                f"out of memory with batch_size={s.batch_size} and gradient_accumulation_steps="
+                f"{s.gradient_accumulation_steps}: half of the one and twice the other make the "
+                f"same updates in less; so does a smaller block_size={s.block_size}, n_embd="
+                f"{s.n_embd} or n_layer={s.n_layer}; {last_good(path)}") from e
         raise
 
 
-def is_spike(p: Any, scaler: Any, loss: float, norm: float, limit: float,
+def skip_update(p: Any, scaler: Any, loss: float, norm: float, limit: float,
              give_up: Callable[[int, str], None], say: Callable[[str], None]) -> bool:
     """Whether to skip an update of this loss and gradient norm, as skip_spikes=limit says.
 
@@ -75,7 +79,7 @@ def is_spike(p: Any, scaler: Any, loss: float, norm: float, limit: float,
     hopeless = overflow and scaler.get_scale() < 2**-14
     if hopeless or (bad and not limit):
         give_up(step, what)
-    skip = p.odd_norm(math.nan if bad else norm, limit)
+    skip = p.is_spike(math.nan if bad else norm, limit)
     if skip:
         say(f"step {step:,}: skipped, {what}")
         if p.skipped_in_a_row >= 20:
@@ -88,20 +92,3 @@ def last_good(path: Path) -> str:
     name = store.pointed(path, "latest")
     return f"the last good checkpoint is {path / 'ckpt' / name}" if name else \
         "there is no checkpoint yet"
-
-
-def smaller(s: Any, world: int = 1) -> str:
-    """The settings that take memory, and those that would make the same updates with less."""
-    b, a = s.batch_size, s.gradient_accumulation_steps
-
-    def rows(b: int, a: int) -> float:
-        """Of a piece, where `world` processes can share it."""
-        return b if a % world == 0 else b / world if b % world == 0 else math.inf
-
-    now = f"batch_size={b} and gradient_accumulation_steps={a}"
-    for part in range(2, min(b, 10_000) + 1):
-        if b % part == 0 and rows(b // part, a * part) < rows(b, a):
-            return f"{now}: --batch_size={b // part} --gradient_accumulation_steps={a * part} " \
-                   "makes the same updates in less"
-    return f"{now}: a smaller block_size={s.block_size}, n_embd={s.n_embd} or n_layer=" \
-           f"{s.n_layer} needs less"

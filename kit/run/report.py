@@ -1,10 +1,7 @@
 """What a run tells, on rank 0 alone: first lines, log.jsonl, wandb, the curve, last lines."""
 
-import contextlib
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -14,9 +11,10 @@ from kit import device as machine
 from kit.evaluate import spell_loss
 from kit.files import write_json
 from kit.job import Job, say
-from kit.progress import Log, Progress, draw_loss, spell_time
+from kit.progress import Progress, spell_time
 from kit.run import store
 from kit.run.folders import Run
+from kit.run.log import Log
 from kit.writing.recompute import settle
 from kit.writing.text import start_ids, write_sample
 from model import GPT
@@ -31,7 +29,7 @@ class Report:
         self.before = (run.resume[1].get("run") if run.resume else None) or {}  # what was said then
         self.drawn = time.perf_counter()  # when the curve was drawn
         self.began = self.drawn - progress.elapsed_s
-        self.peak_tok_s = math.inf
+        self.peak_tok_s, self.wandb = math.inf, None
         self.about: dict[str, Any] = {}  # what config.json holds, and each checkpoint too
 
     def introduce(self, model: GPT, dtypes: machine.Dtypes, own: machine.Kernels,
@@ -83,9 +81,12 @@ class Report:
                         disable=None if main else True)
         if not main:
             return
-        self.wandb = Wandb(self.s.wandb_log, self.about["settings"], self.path.name,
-                           self.before.get("wandb_id"), say)
-        self.about |= {"wandb_id": self.wandb.id}
+        self.about |= {"wandb_id": self.before.get("wandb_id")}
+        if self.s.wandb_log:
+            from kit.run.wandb_log import Wandb
+
+            self.wandb = Wandb(self.about["settings"], self.path.name, self.about["wandb_id"], say)
+            self.about |= {"wandb_id": self.wandb.id}
         write_json(self.path / "config.json", self.about)
         self.log = Log(self.path / "log.jsonl", p.step, p.last_eval)
 
@@ -125,19 +126,24 @@ class Report:
         row |= {"elapsed_s": round(p.elapsed_s, 3), "train_s": round(p.train_s, 3)}
         if self.job.main:
             self.log.write(row)
-            self.wandb.log(row)
+            if self.wandb:
+                self.wandb.log(row)
 
     def draw(self, after: float) -> None:
         """The curve, if the last one is `after` seconds old."""
         if self.job.main and time.perf_counter() - self.drawn >= after:
-            draw_loss(self.log.rows, self.path / "loss.png", self.path.name)
+            from kit.plot import draw, read_curve
+
+            curve = read_curve(self.log.path, self.path.name, "step", "loss")
+            draw([curve], self.path / "loss.png", "step", "loss", title=self.path.name)
             self.drawn = time.perf_counter()
 
     def conclude(self, model: GPT) -> None:
         """The last lines, and what the model writes, where a process has all of it."""
         if not self.job.main:
             return
-        self.wandb.finish()
+        if self.wandb:
+            self.wandb.finish()
         p = self.progress
         p.elapsed_s = time.perf_counter() - self.began
         for line in p.closing(self.peak_tok_s, self.job.device.type):
@@ -156,48 +162,3 @@ class Report:
         if data.kind == "instruct":
             start, end = data.val.prompt(0), data.separator
         return write_sample(model, data.tokenizer, start, end, self.s.seed)
-
-
-class Wandb:
-    """Weights & Biases, if asked for; whatever fails there is one warning and the run goes on.
-
-    Its own environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_MODE, ...) count where the
-    settings say nothing. A run that goes on goes on there too. Without a key it logs offline.
-    """
-
-    def __init__(self, on: bool, settings: dict[str, Any], name: str, run_id: str | None,
-                 warn: Callable[[str], None]):
-        self.run, self.warn, self.id = None, warn, run_id
-        with self.guard():
-            if on:
-                import wandb  # here, because it is slow to import and off by default
-
-                mode = None
-                if not (os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)):
-                    mode = "offline"
-                    warn("wandb: no key (wandb login, or WANDB_API_KEY), so it logs offline; "
-                         "`wandb sync` uploads it later")
-                project = settings["wandb_project"] or os.environ.get("WANDB_PROJECT")
-                name = settings["wandb_run_name"] or os.environ.get("WANDB_NAME") or name
-                self.run = wandb.init(project=project or "bonsaigpt", name=name, config=settings,
-                                      id=run_id, resume="allow", mode=mode)
-                self.id = self.run.id
-
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        try:
-            yield
-        except (Exception, SystemExit) as e:  # a logger must not end a run, whatever it raises
-            self.run = None
-            reason = " ".join(f"{type(e).__name__}: {e}".split())
-            self.warn(f"wandb is off from here on, log.jsonl goes on: {reason}")
-
-    def log(self, row: dict[str, Any]) -> None:
-        with self.guard():
-            if self.run:
-                self.run.log(row, step=row["step"])
-
-    def finish(self) -> None:
-        with self.guard():
-            if self.run:
-                self.run.finish()

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from data import DataError
 from kit import plot
 from kit.errors import run as cli
-from kit.plot import MOST, Points, main, read_curve
+from kit.plot import MOST, Points, draw, main, read_curve, running_mean
 
 CLONE = Path(__file__).parents[2]
 PNG = b"\x89PNG"
@@ -245,3 +246,63 @@ def test_it_is_a_command(tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("plot.py: nowhere: no such folder")
+
+
+# -------------------------------------------------------------------------------------- loss.png
+
+HEADER = {"format": 1, "step": 0}
+
+
+def train(step: int) -> dict:
+    return {"step": step, "loss": 5.0 - step / 10}
+
+
+def val(step: int) -> dict:
+    return {"step": step, "val_loss": 4.0, "val_bpb": 2.0}
+
+
+def loss_png(lines: list[dict], path: Path, title: str = "run") -> None:
+    """What a run draws of itself."""
+    log = path.with_name("log.jsonl")
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw([read_curve(log, title, "step", "loss")], path, "step", "loss", title=title)
+
+
+@pytest.mark.parametrize("lines", [
+    [], [HEADER], [HEADER, train(1)], [HEADER, val(1)], [HEADER, train(1), val(1)],
+    [HEADER, *(train(s) for s in range(1, 3001)), *(val(s) for s in range(100, 3001, 100))],
+    [{"step": 1, "val_loss": 3.0, "val_bpb": None}], [{"step": 1, "val_loss": 3.0}],
+    [{"step": 1, "val_loss": 3.0, "val_bpb": 0.0}, {"step": 1, "val_loss": 3.0, "val_bpb": 1.0}],
+    [{"step": 5, "note": "neither"}],
+], ids=lambda rows: str(len(rows)))
+def test_a_curve_is_drawn_whatever_there_is(tmp_path, lines):
+    path = tmp_path / "loss.png"
+    path.write_bytes(b"the old one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of a legend without entries
+        loss_png(lines, path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n") and data.endswith(b"IEND\xaeB`\x82")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "loss.png"]
+
+
+def test_a_title_is_text_not_mathematics(tmp_path):
+    loss_png([train(1)], tmp_path / "loss.png", "costs $5_{ and $6 \\frac")
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path):
+    import matplotlib.pyplot as plt
+
+    before = plt.get_backend(), plt.get_fignums()
+    loss_png([train(1)], tmp_path / "loss.png")
+    assert (plt.get_backend(), plt.get_fignums()) == before
+
+
+def test_running_mean():
+    assert running_mean([]) == [] and running_mean([3.0]) == [3.0]
+    assert running_mean([9.0, 1.0] + [3.0] * 198)[1] == 5.0  # the first value does not linger
+    assert running_mean((5.0,) * 100) == pytest.approx([5.0] * 100)  # also at its start
+    mean = running_mean([0.0] * 100 + [1.0] * 100, share=0.05)  # over about 10
+    assert mean[99] == 0 and 0.05 < mean[100] < 0.2 and mean[-1] > 0.99
+    assert all(a <= b for a, b in zip(mean, mean[1:], strict=False))

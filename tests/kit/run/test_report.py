@@ -19,7 +19,8 @@ from kit.kernels.operators import Kernels
 from kit.progress import Progress
 from kit.run import report as module
 from kit.run.folders import Run
-from kit.run.report import Report, Wandb
+from kit.run.report import Report
+from kit.run.wandb_log import Wandb
 from kit.settings import CLONE
 from train import TrainSettings
 
@@ -129,7 +130,7 @@ def test_kernels_that_are_not_to_be_had_any_more_are_said_and_recorded(build, ti
 def test_the_curve_is_drawn_when_the_last_is_old_enough(build, tiny, monkeypatch, path):
     now, drawn = [0.0], []
     monkeypatch.setattr("kit.run.report.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(module, "draw_loss", lambda rows, file, title: drawn.append(file))
+    monkeypatch.setattr("kit.plot.draw", lambda curves, file, *a, **k: drawn.append(file))
     report = build(tiny(vocab_size=257))
     for seconds, n in ((29, 0), (2, 1), (29, 1), (2, 2)):
         now[0] += seconds
@@ -143,15 +144,16 @@ def test_the_curve_is_drawn_when_the_last_is_old_enough(build, tiny, monkeypatch
 def test_the_id_at_wandb_is_kept_with_the_run(build, tiny, monkeypatch, path, kept):
     asked = []
 
-    def wandb(on, settings, name, run_id, warn):
-        asked.append((on, name, run_id, settings["n_layer"]))
+    def wandb(settings, name, run_id, warn):
+        asked.append((name, run_id, settings["n_layer"]))
         return SimpleNamespace(id=run_id or "new", log=lambda row: None, finish=lambda: None)
 
-    monkeypatch.setattr(module, "Wandb", wandb)
+    monkeypatch.setattr("kit.run.wandb_log.Wandb", wandb)
     report = build(tiny(vocab_size=257), resume={"run": {"wandb_id": kept}} if kept else None,
                    wandb_log=True, n_layer=5)
-    assert asked == [(True, "run", kept, 5)]
-    assert report.about["wandb_id"] == read_json(path / "config.json")["wandb_id"] == kept or "new"
+    assert asked == [("run", kept, 5)]
+    saved = read_json(path / "config.json")["wandb_id"]
+    assert report.about["wandb_id"] == saved == (kept or "new")
 
 
 def test_the_last_lines(build, tiny, save, path):
@@ -211,12 +213,12 @@ def no_wandb_environment(monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
 
 
-def use(monkeypatch, fake, on: bool = True, run_id: str | None = None,
-        **settings) -> tuple[list[str], list[str]]:
+def use(monkeypatch, fake, run_id: str | None = None, **settings
+        ) -> tuple[list[str], list[str]]:
     """A whole run with wandb: the names of the calls, the warnings."""
     monkeypatch.setitem(sys.modules, "wandb", fake)
     said = []
-    wandb = Wandb(on, NOTHING | settings, "name", run_id, said.append)
+    wandb = Wandb(NOTHING | settings, "name", run_id, said.append)
     for step in (1, 2, 3):
         wandb.log(update(step))
     wandb.finish()
@@ -238,7 +240,7 @@ def test_rows_of_one_step_are_one_step(monkeypatch):
     """An update and the evaluation after it: the same `step`, which wandb joins."""
     fake = Fake()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    wandb = Wandb(True, NOTHING, "name", None, pytest.fail)
+    wandb = Wandb(NOTHING, "name", None, pytest.fail)
     wandb.log(update(7))
     wandb.log({"step": 7, "val_loss": 4.0})
     assert [c[2] for c in fake.calls[1:]] == [{"step": 7}, {"step": 7}]
@@ -290,8 +292,9 @@ def test_without_a_key_it_logs_offline_and_asks_nothing(monkeypatch, no_wandb_en
         assert len(said[0].splitlines()) == 1
 
 
-def test_wandb_is_off_by_default_and_not_even_imported(monkeypatch):
-    assert use(monkeypatch, None, on=False) == ([], [])  # None in sys.modules fails to import
+def test_wandb_is_off_by_default_and_not_even_imported(build, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # fails to import
+    assert build(tiny(vocab_size=257)).wandb is None
 
 
 @pytest.mark.parametrize("fails, calls", [("init", ["init"]), ("log", ["init", "log"]),
@@ -319,10 +322,10 @@ def test_ctrl_c_is_not_taken_for_a_failing_logger(monkeypatch):
 REAL = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from kit.run.report import Wandb
+from kit.run.wandb_log import Wandb
 said = []
 settings = {"wandb_project": None, "wandb_run_name": None, "n_layer": 3}
-wandb = Wandb(True, settings, "my run", sys.argv[2] or None, said.append)
+wandb = Wandb(settings, "my run", sys.argv[2] or None, said.append)
 for row in ({"step": 1, "loss": 4.0}, {"step": 2, "loss": 3.0}, {"step": 2, "val_loss": 2.5}):
     wandb.log(row)
 run = wandb.run or print(said) or sys.exit("\\n".join(said))

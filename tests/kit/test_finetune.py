@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.errors import UserError
-from kit.positions import resize
+from kit.finetune import resize
 
 WAYS = ["interpolate", "hierarchical", "copy"]
 sizes = settings(max_examples=60, deadline=None, derandomize=True)

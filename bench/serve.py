@@ -3,11 +3,11 @@
     python -m bench.serve --out_dir=RUN
     python -m bench.serve --out_dir=RUN --seconds=20 --streams=8 --server="--quantize=int8"
 
-The server is a process of its own, the clients are threads of this one. First one streaming request
-follows another, then --streams at once go on for --seconds, each with a seed of its own, again and
-again. Tokens are those that a finished answer counts, seconds go on until the last has finished. A
-text must be that of its seed, alone or among others, every time; an error or a text that is not
-counts, and the exit code is 1.
+The server is a process of its own, the clients are threads of this one. First one streaming
+request follows another, then --streams at once go on for --seconds, each with a seed of its own,
+again and again. Tokens are those that a finished answer counts, seconds go on until the last has
+finished. A text must be that of its seed, alone or among others, every time; an error or a text
+that is not counts, and the exit code is 1.
 
 First token: from the request to the first event. Memory: what the system says of the server.
 """
@@ -105,7 +105,7 @@ class Clients:
 
     def __init__(self, args: argparse.Namespace, process: subprocess.Popen, port: int):
         self.args, self.process, self.port = args, process, port
-        self.memory = [memory(process)]  # MiB, after each second with many at once
+        self.memory = [memory(process)]  # MiB, once a second
 
     def ask(self, seed: int) -> Answer:
         """One streaming request on a connection of its own."""
@@ -125,28 +125,26 @@ class Clients:
         finally:
             connection.close()
 
-    def stream(self, seeds: list[int], seconds: float) -> list[Answer]:
+    def stream(self, seeds: range, seconds: float) -> list[Answer]:
         """One request after another, as long as the time lasts."""
         start, answers = time.perf_counter(), []
         while time.perf_counter() < start + seconds:
             answers.append(self.ask(seeds[len(answers) % len(seeds)]))
         return answers
 
-    def one_by_one(self) -> list[Answer]:
-        return self.stream(list(range(self.args.streams)), self.args.alone)
-
-    def at_once(self) -> list[Answer]:
-        with ThreadPoolExecutor(self.args.streams) as pool:
-            streams = [pool.submit(self.stream, [seed], self.args.seconds)
-                       for seed in range(self.args.streams)]
-            while wait(streams, timeout=1).not_done:
+    def streams(self, number: int, seconds: float) -> list[Answer]:
+        """Several streams at once, which share the seeds."""
+        seeds = range(self.args.streams)
+        with ThreadPoolExecutor(number) as pool:
+            running = [pool.submit(self.stream, seeds[i::number], seconds) for i in range(number)]
+            while wait(running, timeout=1).not_done:
                 self.memory.append(memory(self.process))
-        return [answer for stream in streams for answer in stream.result()]
+        return [answer for stream in running for answer in stream.result()]
 
 
-def figures(name: str, answers: list[Answer], seconds: float, texts: dict[int, str]) -> Row:
+def figures(number: int, answers: list[Answer], seconds: float, texts: dict[int, str]) -> Row:
     """A row of the table. texts: the first text of each seed, which all others must be."""
-    row = {"requests": name, "answers": len(answers), "tokens": 0, "errors": 0, "mixed": 0}
+    row = {"at once": number, "answers": len(answers), "tokens": 0, "errors": 0, "mixed": 0}
     for answer in answers:
         try:
             events = answer.events()
@@ -169,13 +167,12 @@ def main(argv: list[str]) -> int:
     with server(args.out_dir, flags) as (process, port):
         clients = Clients(args, process, port)
         clients.ask(0)  # what is slow the first time
-        for name, measure in (("one by one", clients.one_by_one),
-                              (f"{args.streams} at once", clients.at_once)):
+        for number, seconds in ((1, args.alone), (args.streams, args.seconds)):
             start = time.perf_counter()
-            answers = measure()
-            rows.append(figures(name, answers, time.perf_counter() - start, texts))
+            answers = clients.streams(number, seconds)
+            rows.append(figures(number, answers, time.perf_counter() - start, texts))
     common.print_table(rows, [
-        ("requests", "requests", ""), ("answers", "answers", ","), ("tokens_s", "tokens/s", ",.0f"),
+        ("at once", "at once", "d"), ("answers", "answers", ","), ("tokens_s", "tokens/s", ",.0f"),
         ("first_p50_ms", "first token ms", ".0f"), ("first_p95_ms", "95 %", ".0f"),
         ("errors", "errors", "d")])
     ratio = rows[1]["tokens_s"] / max(rows[0]["tokens_s"], 1e-9)

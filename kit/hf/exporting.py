@@ -127,7 +127,7 @@ def card(model: GPT, tokenizer: Tokenizer, state: dict[str, Any], data: Dataset 
              "parameters": sum(p.numel() for p in model.parameters()), "biases": c.bias,
              "output head": "tied" if c.tie_embeddings else "its own",
              "tokenizer": tokenizer.spec, "vocabulary": tokenizer.vocab_size}
-    if dataset:  # its whole path would tell of the maker's machine
+    if dataset:  # the rest of its path describes the user's machine
         facts["dataset"] = Path(dataset).name
     if data:
         train = data.meta["splits"]["train"]

@@ -1,9 +1,9 @@
-"""GPT-2 as other programs know it, whatever model.py has become.
+"""GPT-2 as other programs know it, however model.py was edited.
 
-Weights that come from elsewhere were trained in a GPT-2, and a file for transformers or llama.cpp
-says that it holds one. Both are wrong once somebody has edited model.py, and no file shows it. So
-GPT-2 is written here a second time, as a list of shapes and a forward pass of 20 lines, and
-`refuse_edited` compares model.py with it.
+Weights from elsewhere were trained in a GPT-2, and a file for transformers or llama.cpp says that
+it holds one. Both are wrong once model.py is edited, and no file shows it. So GPT-2 is written here
+a second time, as a list of shapes and a forward pass of 20 lines, and `refuse_edited` compares
+model.py with it.
 """
 
 import math
@@ -41,7 +41,7 @@ def stored_shapes(config: GPTConfig) -> Shapes:
 
 
 def transposed(name: str, w: Tensor) -> Tensor:
-    """A tensor of ours as GPT2LMHeadModel stores it, or of theirs as ours."""
+    """A tensor of model.py as GPT2LMHeadModel stores it, or the other way round."""
     return w.T if name.startswith("h.") and w.ndim == 2 else w
 
 

@@ -49,7 +49,7 @@ DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 def refuse_out_dir(out_dir: Path, overwrite: bool) -> None:
-    """UserError for a folder that is not to be written: told before any work."""
+    """UserError for a folder that must not be written, before any work is done."""
     root, here = out_root().resolve(), Path.cwd()
     if here == resolved(out_dir):  # replaced, it would be gone from under the shell
         raise UserError(f"--out_dir={out_dir} is the folder that you are in; give one of its own, "
@@ -70,7 +70,7 @@ def refuse_edited_model(config: GPTConfig, source: Path) -> None:
 
 
 def tokenizer_of(spec: str) -> Tokenizer:
-    """The tokenizer that somebody names; UserError for one that would be learned from text."""
+    """The tokenizer that the user names; UserError for one that is learned from text."""
     if spec.partition(":")[0] in ("char", "bpe"):
         raise UserError(f"--tokenizer={spec} is learned from a text, and there is none here; give "
                         "the tokenizer.json that it became, that of the data set")
@@ -78,7 +78,7 @@ def tokenizer_of(spec: str) -> Tokenizer:
 
 
 def guess_tokenizer(spec: str | None, vocab_size: int, source: Path) -> Tokenizer:
-    """That of weights which do not say it: the one named, or gpt2 if it has as many ids."""
+    """The tokenizer of weights that do not name one: `spec`, or gpt2 if it has as many ids."""
     if spec is None and vocab_size not in GPT2_SIZES:
         raise UserError(f"{source}: has {vocab_size:,} ids and does not say of which tokenizer; "
                         "give --tokenizer=, such as the tokenizer.json of the data set that "
@@ -147,8 +147,8 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
                  say: Say = tell) -> Path:
     """Write the weights of a hub's name or of a folder as a checkpoint folder, and return it.
 
-    spec: the tokenizer, where the folder has none that can be read. UserError or DataError for what
-    is not there or is no GPT-2 of ours, and where model.py is none any more.
+    spec: the tokenizer, if the folder has none that can be read. UserError or DataError for what is
+    missing or is not a GPT-2 that model.py computes, and if model.py is not a GPT-2 any more.
     """
     refuse_out_dir(out_dir, overwrite)
     made = tokenizer_of(spec) if spec else None
@@ -165,7 +165,7 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
         raise UserError(f"{path}: {config.vocab_size:,} rows of vocabulary are fewer than the "
                         f"{made.vocab_size:,} ids of the tokenizer {made.spec}")
     names = weight_names(source)
-    if repo:  # now that it is known to be a GPT-2 of ours
+    if repo:  # now that it is known to be such a GPT-2
         fetch(repo, names, source.name)
     elif names == [ALONE] and not find(ALONE).exists():
         refuse_pickle(source)
@@ -173,8 +173,7 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
     tensors = headers(files, path, config)  # before memory is taken
     about = {"from": name if repo else source.resolve().name,
              "revision": source.name if repo else None}
-    save(out_dir, config, read_weights(tensors, config), made, about, say,
-         overwrite)
+    save(out_dir, config, read_weights(tensors, config), made, about, say, overwrite)
     return out_dir
 
 
@@ -202,7 +201,7 @@ def pretrained(init_from: str, say: Say) -> Path:
 
 
 def holds(folder: Path, name: str) -> bool:
-    """Whether these weights of the hub are in a folder; UserError if others are, or damaged."""
+    """Whether a folder holds these weights of the hub; UserError for others or damaged ones."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
     try:
@@ -219,7 +218,10 @@ def holds(folder: Path, name: str) -> bool:
 
 
 def locate(name: str) -> tuple[Path, str | None]:
-    """The folder that a name means, and of one of the hub the repository: its texts are fetched."""
+    """The folder that a name means, and its repository if it is the hub's.
+
+    Of a repository all but the weights is fetched.
+    """
     if name not in HUB and Path(name).is_dir():
         return Path(name), None
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):

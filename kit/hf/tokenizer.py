@@ -16,6 +16,7 @@ from data.making.vocabulary import CL100K_PATTERN, GPT2_PATTERN, GPT2_SPLIT, O20
 from data.tokenizer import EOT, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from kit.errors import UserError
 from kit.files import LARGEST_JSON, size_of
+from kit.settings import Say
 
 # Where words end, tiktoken's text of it -> Oniguruma's, in which `$` is the end of any line and
 # `{1,3}+` repeats. None: ByteLevel's own, GPT-2's. OLD_CL100K is what others publish of cl100k.
@@ -94,7 +95,7 @@ def byte_level(use_regex: bool) -> dict[str, Any]:
 
 
 def from_hf(find: Callable[[str], Path], eos: int | None,
-            say: Callable[[str], None]) -> Tokenizer:
+            say: Say) -> Tokenizer:
     """The tokenizer of a folder with tokenizer.json, or with vocab.json and merges.txt.
 
     find: a file's name -> its path. eos: the model's id of end-of-text, or None. UserError for what
@@ -195,7 +196,7 @@ def tokens_of(vocab: dict[str, int], special: dict[str, int]) -> list[bytes | No
     return tokens
 
 
-def rename_end(special: dict[str, int], eos: int | None, say: Callable[[str], None]) -> None:
+def rename_end(special: dict[str, int], eos: int | None, say: Say) -> None:
     """Our name for the end of a text is EOT, whatever the model calls it."""
     name = next((name for name, id in special.items() if id == eos), None)
     if EOT not in special and name is not None:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from ctypes import CDLL
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from kit.kernels.quantize import pack, rounded, unpack
 def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """What holds an nn.Linear, under which name, and the Linear.
 
-    Of exactly that type and without hooks: what else a Linear may do is not ours to guess.
+    Only of exactly that type and without hooks: a subclass or a hook may do more.
     """
     return [(parent, name, child) for parent in model.modules()
             for name, child in parent.named_children()
@@ -30,22 +30,22 @@ def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 
 def hooks_of(module: nn.Module) -> bool:
-    """Whether something happens at a call of it that its forward does not show."""
+    """Whether calling a module does more than its forward shows."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class NativeLinear(nn.Module):
     """nn.Linear with its weights in one of native.KINDS: x (..., in) -> (..., out).
 
-    few: up to so many tokens are multiplied by native code, more of them by PyTorch.
-    exact: activations enter a product of 16, 8 or 4 bits as two terms, the rounded number and what
-    is left of it, so that only the weights are rounded, and the result is in fp32. Without it they
-    are rounded too, and many tokens are read in bf16 where this CPU multiplies it fast.
+    few: native code multiplies at most this many tokens, PyTorch multiplies more.
+    exact: activations enter a product of 16, 8 or 4 bits as two terms, the rounded number and its
+    rounding error, so that only the weights are rounded, and the result is in fp32. If not exact,
+    they are rounded too, and many tokens are read in bf16 where this CPU multiplies it fast.
     """
 
     own_threads = True  # those of native code, which wait for none of PyTorch's
 
-    def __init__(self, linear: nn.Linear, weights: str, code: Any, few: int = FEW):
+    def __init__(self, linear: nn.Linear, weights: str, code: CDLL, few: int = FEW):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         self.code, self.kind, self.few, self.exact, self.scale = code, weights, few, True, None
@@ -84,24 +84,24 @@ class NativeLinear(nn.Module):
         return y.bfloat16() if in_bf16 else y
 
 
-inside = threading.local()  # threads: of native code, where PyTorch's are set to one
+workers = threading.local()  # threads: those of native code while PyTorch has one
 
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Inside, PyTorch works with one thread; native code with as many as PyTorch had before."""
+    """Let PyTorch use one thread until the end of `with`, native code as many as PyTorch had."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    inside.threads = threads
+    workers.threads = threads
     try:
         yield
     finally:
-        del inside.threads
+        del workers.threads
         torch.set_num_threads(threads)
 
 
-def team(code: Any) -> int:
-    threads = getattr(inside, "threads", None) or torch.get_num_threads()
+def team(code: CDLL) -> int:
+    threads = getattr(workers, "threads", None) or torch.get_num_threads()
     return native.team_of(code, threads, os.getpid())
 
 

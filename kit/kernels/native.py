@@ -153,7 +153,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 def build_aside() -> bool:
     """Whether the code is not there yet; then another process compiles it, for the next time.
 
-    False also where that was tried in vain: `library` says why.
+    False also if that failed before; `library` says why.
     """
     failed = FOLDER / f"native-{key()}.failed"  # goes after a day, as all that is stale
     if not compiler() or compiled() or failed.exists():

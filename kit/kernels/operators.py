@@ -126,9 +126,9 @@ class Kernels(kit.device.Kernels):
 
 def install(names: Iterable[str] = (*OPERATORS, LOSS), warn: Callable[[str], None] = print
             ) -> Kernels:
-    """Let PyTorch's operators use these kernels, on the CPU, until the handle is told to restore.
+    """Put kernels under PyTorch's operators on the CPU, until `restore` of the handle.
 
-    What PyTorch refuses is one line, and its own kernel stays.
+    If PyTorch refuses one, a line says so and its own kernel stays.
     """
     kernels = Kernels(names)
     for name in kernels.wanted:

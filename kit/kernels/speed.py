@@ -25,15 +25,15 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: boo
          exact: bool = False, unlike: str = "") -> str:
     """Change a model on the CPU, in place, for quick decoding -> a line that says what was done.
 
-    weights: one of native.KINDS. Activations stay in fp32, except for what enters a product of 16
-    bits or of integers; the cache of a checked model is in fp32, bf16 or 8-bit integers as the
-    weights are (4 bits: in 8), any other in fp32.
-    compiled: False uses PyTorch's kernels, as where there is no compiler.
-    asked: whether somebody named these weights; if not, a model that native.cpp does not compute
-    is left as it is.
-    exact: round the weights alone, not what meets them: a third slower for a large model, and
-    nothing for a small one, which is not bound by memory.
-    unlike: why it is known beforehand that native.cpp does not compute this model.
+    weights: one of native.KINDS. Activations stay in fp32 outside of products in 16 bits or in
+    integers; the cache of a checked model has the type of the weights (8 bits for int4), that of
+    any other model is in fp32.
+    compiled: False uses PyTorch's kernels, as on a machine without a compiler.
+    asked: whether the user named this type; if not, a model that native.cpp does not compute is
+    left as it is.
+    exact: round only the weights and no activations. This costs a large model a third of its speed,
+    and a small one, which is not bound by memory, nothing.
+    unlike: a reason, already known, why native.cpp does not compute this model.
     """
     if any(isinstance(m, NativeLinear | LibraryLinear) for m in model.modules()) \
             or any(p.device.type != "cpu" for p in model.parameters()):
@@ -53,7 +53,7 @@ def fast(model: GPT, weights: str = "float32", compiled: bool = True, asked: boo
         if unlike := step.disagreement(model):
             undo()
         elif not exact:
-            step.hurry(model)
+            step.round_activations(model)
     if unlike and not asked:
         for parent, name, linear in linears:
             setattr(parent, name, linear)

@@ -22,7 +22,7 @@ from model import GPT, KVCache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]  # of a cache, in the order of native.KINDS
 CLOSE = 1e-3  # of the deviation of the logits: how far both ways may differ
-LOUD = 4.0  # beyond that attention would amplify the rounding of fp32 itself
+GAIN = 4.0  # of the norms; with more, attention would amplify the rounding of fp32 itself
 
 
 def difference(model: GPT) -> str:
@@ -31,7 +31,7 @@ def difference(model: GPT) -> str:
         expected = expected_leaves(model)
         handed = model.config.gelu, model.config.attn_logn, model.h[0].attn.log_base
         cache = model.new_cache(1, 1)
-    except Exception as e:  # whatever is not there any more
+    except Exception as e:  # an edited model may lack any of these
         return " ".join(f"{type(e).__name__}: {e}".split())[:150]
     leaves = {name: m for name, m in model.named_modules() if next(m.children(), None) is None}
     for name in sorted(leaves.keys() | expected.keys()):
@@ -57,7 +57,8 @@ def difference(model: GPT) -> str:
 
 
 def expected_leaves(model: GPT) -> dict[str, tuple]:
-    """Name -> (type, whether it has a bias, *shape) of each module without modules of its own."""
+    """Name -> (type, whether it has a bias, *shape of its weight) of each module without children.
+    """
     c = model.config
     C, inner, bias = c.n_embd, model.h[0].mlp.c_fc.weight.size(0), c.bias
     norm = (nn.LayerNorm, bias, C)
@@ -70,11 +71,11 @@ def expected_leaves(model: GPT) -> dict[str, tuple]:
     return leaves | {f"h.{i}.{n}": kind for i in range(c.n_layer) for n, kind in block.items()}
 
 
-def install(model: GPT, weights: str, code: Any) -> Callable[[], None]:
+def install(model: GPT, weights: str, code: ctypes.CDLL) -> Callable[[], None]:
     """Let a model whose Linears are NativeLinear take its steps in native code.
 
-    Returns what undoes it. weights: what embeddings and cache are held as, in fp32, bf16 or 8-bit
-    integers. Before `hurry` nothing else is rounded.
+    Returns a function that undoes it. weights: the type of the embeddings and of the cache, which
+    holds fp32, bf16 or 8-bit integers. Nothing else is rounded until `round_activations`.
     """
     wte, few = model.wte, model.lm_head.few
     model.lm_head.few = 2**62  # never in bf16, which would round logits
@@ -96,8 +97,8 @@ def install(model: GPT, weights: str, code: Any) -> Callable[[], None]:
     return undo
 
 
-def hurry(model: GPT) -> None:
-    """From here on activations and queries are rounded too, as the weights and keys they meet."""
+def round_activations(model: GPT) -> None:
+    """Round activations and queries too from now on, to the types of the weights and keys."""
     model.hidden.struct.exact = 0
     for leaf in model.modules():
         if isinstance(leaf, NativeLinear):
@@ -108,19 +109,19 @@ def hurry(model: GPT) -> None:
 def disagreement(model: GPT) -> str:
     """Where the native step and the model's own forward give other logits, in words; "" if nowhere.
 
-    Three tokens from the start, with all that the norms give made louder; then, as the model is,
-    one token each of rows whose caches hold random keys and values up to positions 1, half and
-    block_size - 1. So a window of attention, a bias by distance, a clamp or one scaled layer are
-    seen too.
+    First three tokens from the start, with the outputs of the norms amplified; then, with the model
+    as it is, one token for each of several rows, whose caches hold random keys and values up to
+    positions 1, half and block_size - 1. This also finds a window of attention, a bias by distance,
+    a clamp and a single scaled layer.
     """
     size, random = model.config.block_size, torch.Generator().manual_seed(0)
     ragged = sorted({min(n, size - 1) for n in (1, size // 2, size - 1)})
-    for T, starts, gain in ((min(3, size), [0], LOUD), (1, ragged, 1)):
+    for T, starts, gain in ((min(3, size), [0], GAIN), (1, ragged, 1)):
         idx = torch.randint(model.config.vocab_size, (len(starts), T), generator=random)
         try:
-            with louder(model, gain):
+            with amplified(model, gain):
                 native_logits, own = both_ways(model, idx, torch.tensor(starts), random)
-        except Exception as e:  # whatever an edited forward or cache may raise
+        except Exception as e:  # an edited forward or cache may raise anything
             return " ".join(f"{type(e).__name__}: {e}".split())[:150]
         apart = (native_logits - own).pow(2).mean(-1).sqrt()  # (rows, T)
         apart /= own.std(-1).clamp(min=1e-5)
@@ -132,8 +133,8 @@ def disagreement(model: GPT) -> str:
 
 
 @contextmanager
-def louder(model: GPT, gain: float) -> Iterator[None]:
-    """Inside, the weights of the blocks' norms, which both ways read, are so many times larger."""
+def amplified(model: GPT, gain: float) -> Iterator[None]:
+    """Multiply the weights of the blocks' norms, which both ways read, until the end of `with`."""
     weights = [norm.weight for block in model.h for norm in (block.ln_1, block.ln_2)]
     before = [w.clone() for w in weights]
     torch._foreach_mul_(weights, gain)
@@ -166,10 +167,10 @@ def both_ways(model: GPT, idx: Tensor, starts: Tensor, random: torch.Generator
 
 
 def look_up(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """KVCache.append for keys and values that are there already; ValueError if others are.
+    """KVCache.append for keys and values that are stored already; ValueError if they differ.
 
-    It returns those: rounded again, one in a thousand would fall to the other side, and what later
-    layers make of that is no longer small.
+    It returns the stored ones. Rounding the new ones would round one in a thousand the other way,
+    which later layers amplify.
     """
     at = torch.arange(len(k))[:, None], slice(None), cache.positions(k.size(2))  # (B, T, H, D)
     held = cache.k[layer], cache.v[layer]
@@ -210,7 +211,7 @@ def as_floats(held: Tensor) -> Tensor:
 class Step:
     """GPT.hidden: in one native call where few tokens continue a cache, else as in model.py."""
 
-    def __init__(self, model: GPT, code: Any):
+    def __init__(self, model: GPT, code: ctypes.CDLL):
         self.model, self.code, self.plain = model, code, model.hidden
         c, p = model.config, native.pointer
         self.layers = (native.Layer * c.n_layer)(*[native.Layer(

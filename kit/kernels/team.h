@@ -1,10 +1,10 @@
-// Threads that share a thing's work, piece by piece, a hundred times a millisecond.
+// Threads that share the work of a call, a hundred phases in a millisecond.
 //
-// A call is a row of phases, and a phase ends when its pieces are done, whoever did them: nobody
-// waits for a thread that the system has put aside, unless it holds a piece or the call ends. So a
-// busy machine costs the time that others take, not a time slice a phase. Waiting is spinning, as
-// a sleep and a wake would take longer than a phase; between calls the threads spin for a moment,
-// then sleep.
+// A call is a sequence of phases. A phase is cut into pieces, which any thread may take, and ends
+// when all are done, so that no thread waits for one that the system has suspended, unless that one
+// holds a piece or the call ends: a busy machine costs the time that others take, not a time slice
+// in each phase. Threads wait by spinning, as to sleep and wake takes longer than a phase; between
+// calls they spin for a moment, then sleep.
 
 #pragma once
 #include <algorithm>
@@ -89,7 +89,7 @@ struct Member {
     const int number;
     uint32_t phase;
 
-    // f(i) for all i of 0..n-1 by whoever takes them; then the next phase
+    // f(i) for all i of 0..n-1, shared by the threads; then the next phase
     template <class F> void each(int64_t n, F f) {
         const int64_t most = team.size == 1 ? 1 : 2 * team.size;
         const int64_t pieces = std::max<int64_t>(1, std::min(n, most));

@@ -157,10 +157,8 @@ def note_long(prompts: list[Prompt], model: GPT) -> None:
 
 def converse(s: SampleSettings, model: GPT, tokenizer: Tokenizer) -> None:
     """Write in turns with the person at the terminal."""
-    try:
-        from kit.writing.session import Session, talk
-    except ModuleNotFoundError:
-        raise UserError("writing in turns needs kit/writing/session.py; give a --prompt") from None
+    from kit.writing.session import Session, talk
+
     question = None
     if s.chat:
         from data.instruct import question

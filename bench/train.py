@@ -27,10 +27,9 @@ from pathlib import Path
 from bench import common
 from bench.common import CLONE, ProcessFailed, Row, log
 from bench.nanogpt import NanoGPT, Trial, check_clone
-from data import DataError
+from data import DataError, data_root
 from data.dataset import Dataset
 from data.making.build import prepare
-from data.making.sources import data_root
 from data.prepare import resolve
 from kit.errors import run
 

@@ -6,6 +6,7 @@ and `prepare` is its command; `shards` and `dataset` open what was written.
 
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -19,6 +20,11 @@ class DataError(ValueError):
 
     def __str__(self) -> str:  # whatever it quotes, a file may not write to the terminal with it
         return visible(super().__str__())
+
+
+def data_root() -> Path:
+    """The folder of prepared sets: $BONSAI_DATA, else `data/` of this clone."""
+    return Path(os.environ.get("BONSAI_DATA") or Path(__file__).parent).absolute()
 
 
 def visible(text: str, keep: str = "") -> str:

@@ -3,14 +3,16 @@
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data import DataError, canonical_hash, read_json
-from data.instruct import Samples
-from data.making.sources import data_root
+from data import DataError, canonical_hash, data_root, read_json
 from data.shards import Shards, Split, check_header
 from data.tokenizer import Tokenizer, from_json, make_tokenizer
+
+if TYPE_CHECKING:
+    from data.instruct import Samples
 
 FORMAT = 1  # of dataset.json
 SPLITS = ("train", "val")
@@ -112,7 +114,7 @@ class Dataset:
         self.tokenizer = make_tokenizer(tokenizer)
         self.meta["tokenizer_hash"] = self.tokenizer.hash
 
-    def _split(self, name: str) -> Split | Samples:
+    def _split(self, name: str) -> "Split | Samples":
         part = self.meta["splits"][name]
         split = Split(name, self._paths(part["shards"]), self.vocab_size)
         self._opened.append((split, part["shards"]))
@@ -122,6 +124,8 @@ class Dataset:
                                f"dataset.json says {recorded:,}")
         if self.kind == "text":
             return split
+        from data.instruct import Samples
+
         starts = Shards(self._paths(part["starts"]), "starts")
         if starts.n > split.n:  # before they fill the memory
             raise self._broken(f"the {name} split has more samples than tokens")

@@ -11,11 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from data import DataError, did_you_mean, read_json
+from data import DataError, data_root, did_you_mean, read_json
 from data.dataset import SPLITS
-from data.making.build import prepare
-from data.making.census import MIN_VAL_BYTES, MIN_VAL_SHARE, TRAIN_SHARE, VAL_SHARE, Census
-from data.making.sources import KEYWORDS, data_root
 from data.tokenizer import identity
 
 
@@ -54,6 +51,8 @@ def resolve(dataset: str, tokenizer: str | None = None,
     if recipe and tokenizer and wanted != recipe.tokenizer:  # never under the plain name
         name = f"{dataset}-{sha256(wanted.encode()).hexdigest()[:10]}"
     elif is_text(dataset):
+        from data.making.census import Census
+
         source = str(path.absolute())  # Path("./stdlib") alone reads like the keyword
         census = Census([(path.name, source)])
         deque(census.pieces(), maxlen=0)
@@ -61,6 +60,8 @@ def resolve(dataset: str, tokenizer: str | None = None,
         name = f"{stem(source)}-{sha256(content).hexdigest()[:10]}"
         recipe = Recipe(source, DEFAULT_TOKENIZER)
     if recipe and name not in prepared:
+        from data.making.build import prepare
+
         say(f"preparing {name}")
         prepare([recipe.source], name, tokenizer or recipe.tokenizer,
                 val_fraction=recipe.val_fraction, again=False, say=say)
@@ -126,6 +127,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0, 2 for a mistake or 130 for Ctrl-C."""
+    from data.making.build import prepare
+    from data.making.census import MIN_VAL_BYTES, MIN_VAL_SHARE, TRAIN_SHARE, VAL_SHARE
+    from data.making.sources import KEYWORDS
+
     parser = Parser(prog="python -m data.prepare", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("sources", nargs="+", metavar="SOURCE", help="a text file or .jsonl (either also as .gz), "

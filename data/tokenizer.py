@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from data import DataError, canonical_hash, did_you_mean, read_json
-from data.making.vocabulary import GPT2_PATTERN, cut, fetch, learn
 
 FORMAT = 1  # of the JSON
 EOT = "<|endoftext|>"
@@ -143,6 +142,8 @@ class BPETokenizer(Tokenizer):
         try:
             return self._run(text)
         except DataError:  # tried again in parts, if it has more than one
+            from data.making.vocabulary import cut
+
             return np.concatenate([self._run(part) for part in cut(text, self._pattern)])
 
     def _engine(self):
@@ -176,10 +177,14 @@ def make_tokenizer(spec: str, texts: Iterable[str] = ()) -> Tokenizer:
     if spec == "char":
         return CharTokenizer(chain.from_iterable(texts))
     if size := re.fullmatch(r"bpe:([0-9]{1,9})", spec):
+        from data.making.vocabulary import GPT2_PATTERN, learn
+
         tokens = learn(int(size[1]), texts)
         return BPETokenizer(spec, GPT2_PATTERN, [*tokens, None], {EOT: len(tokens)})
     encodings = tiktoken.list_encoding_names()
     if name in encodings:
+        from data.making.vocabulary import fetch
+
         return BPETokenizer(name, *fetch(name, argument))
     if colon and name in _extras():
         return import_module(f"extras.{name}").make(argument)

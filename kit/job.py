@@ -45,11 +45,8 @@ def say(text: str) -> None:
 def start(s: ParallelSettings) -> "Job":
     """The job of this process: alone, or one of those that torchrun started."""
     if (os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")) != ("0", "1"):
-        try:
-            from kit.parallel.ranks import Ranks
-        except ModuleNotFoundError:
-            raise UserError("several processes need the folder kit/parallel; start train.py "
-                            "without torchrun") from None
+        from kit.parallel.ranks import Ranks
+
         return Ranks(s)
     job = Job(s)
     if s.backend == "nccl" and job.device.type != "cuda":

@@ -27,7 +27,7 @@ import sample
 import train
 from data import DataError, canonical_hash, read_json
 from data.dataset import Dataset
-from data.prepare import prepare
+from data.making.build import prepare
 from data.tokenizer import from_json, make_tokenizer
 from extras.weights import nanogpt_bin
 from kit import checkpoint

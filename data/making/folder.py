@@ -10,8 +10,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from data import DataError, read_json
-from data.making.sources import data_root, written_whole
+from data import DataError, data_root, read_json
+from data.making.sources import written_whole
 
 
 class Building:

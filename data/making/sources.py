@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from data import DataError, canonical_hash
+from data import DataError, canonical_hash, data_root
 from data.making import formats
 from data.making.formats import Piece
 
@@ -26,11 +26,6 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 STDLIB_MIN_BYTES = 2_000_000  # a whole one has 10 MB and more
-
-
-def data_root() -> Path:
-    """The folder of prepared sets: $BONSAI_DATA, else `data/` of this clone."""
-    return Path(os.environ.get("BONSAI_DATA") or Path(__file__).parent.parent).absolute()
 
 
 def documents(source: str, errors: str = "strict", text_column: str | None = None,

@@ -87,10 +87,10 @@ def write_batch(model: Any, tokenizer: Any, rows: list[Row], s: Any) -> Iterator
     for row, ids in zip(idx, prompts, strict=True):
         row[: len(ids)] = torch.tensor(ids)
     if s.lookup and len(rows) == 1:
-        from kit.writing import drafts
+        from kit.writing.drafts import steps as drafted
 
-        steps = drafts.steps(model, idx.to(device), rows[0].limit, sampler, lookup=s.lookup,
-                             context_keep=s.context_keep)
+        steps = drafted(model, idx.to(device), rows[0].limit, sampler, lookup=s.lookup,
+                        context_keep=s.context_keep)
     else:
         steps = window.steps(model, idx.to(device), max(r.limit for r in rows), sampler,
                              num_samples=len(rows) // len(prompts), lengths=lengths.to(device),

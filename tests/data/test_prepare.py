@@ -499,7 +499,7 @@ def test_ctrl_c_is_one_line_and_exit_130(text, data_folder, monkeypatch, capsys)
 
 def test_a_known_name_brings_its_tokenizer(monkeypatch):
     calls: list[tuple] = []
-    monkeypatch.setattr(command, "prepare",
+    monkeypatch.setattr("data.making.build.prepare",
                         lambda *args, **options: calls.append(args) or Path(args[1]))
     command.main(["shakespeare_char"])
     command.main(["stdlib", "--tokenizer=byte", "--name=x"])

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError, canonical_hash, read_json, tokenizer
+from data.making.vocabulary import GPT2_PATTERN
 from data.tokenizer import (
-    GPT2_PATTERN,
     BPETokenizer,
     CharTokenizer,
     from_json,

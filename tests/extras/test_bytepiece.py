@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, prepare
+from data import DataError, data_root, prepare
 from data.dataset import Dataset
-from data.making.sources import data_root
 from data.tokenizer import from_json, identity, make_tokenizer
 from extras import bytepiece as ours
 

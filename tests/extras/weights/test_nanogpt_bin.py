@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError
+from data import DataError, data_root
 from data.dataset import Dataset
 from data.making.build import prepare
-from data.making.sources import data_root
 from data.tokenizer import make_tokenizer
 from extras.weights import nanogpt_bin
 from extras.weights.nanogpt_bin import convert

@@ -237,8 +237,10 @@ class Campaign:
 
     def try_often(self, fault: str, tries: int, seed: int,
                   harm: Callable[[Victim, random.Random, int], None]) -> Row:
-        """The row of a fault; the folder of a try goes if the run survives. The same seed, the
-        same tries."""
+        """The row of a fault; the same seed does the same again.
+
+        The folder of a try is removed if its run survives.
+        """
         row = {"fault": fault, "tried": tries, "survived": 0, "lost": 0, "silent": 0}
         for number in range(tries):
             name = f"{fault.replace(' ', '_')}-{number}"
@@ -256,9 +258,8 @@ class Campaign:
         return row
 
     def kill(self, victim: Victim, rng: random.Random, number: int) -> None:
-        """At some moment; every tenth run twice."""
-        for _ in range(2 if number % 10 == 9 else 1):
-            victim.start(signal.SIGKILL, rng.uniform(0, self.seconds))
+        """At some moment."""
+        victim.start(signal.SIGKILL, rng.uniform(0, self.seconds))
         victim.must_end_like(self.reference)
 
     def kill_at_event(self, victim: Victim, rng: random.Random, number: int) -> None:

@@ -82,8 +82,8 @@ class Bench:
             (work / "nanogpt").mkdir()
             self.nanogpt = NanoGPT(args.nanogpt, work / "nanogpt")
 
-    def text(self) -> Path:
-        """The characters, prepared for both."""
+    def characters(self) -> Path:
+        """Tiny Shakespeare by characters, prepared for both."""
         dataset = resolve(self.args.text or "shakespeare_char", "char", log)
         if self.nanogpt:
             self.nanogpt.give(dataset, "shakespeare_char", Dataset(dataset).tokenizer.vocab_size)
@@ -109,7 +109,7 @@ class Bench:
         return rounds
 
     def loss(self) -> Row:
-        dataset = self.text()
+        dataset = self.characters()
         rounds = self.rounds(self.theirs(dataset, NANOGPT_CHARS) | {
             "ours": self.ours(CHARS, dataset, []),
             "ours long": self.ours(CHARS_LONG, dataset, [])})
@@ -120,8 +120,8 @@ class Bench:
         return row
 
     def muon(self) -> Row:
-        dataset, flags = self.text(), [*SHORT, "--log_interval=1"]
-        rounds = self.rounds(self.theirs(dataset, [*NANOGPT_CHARS, *SHORT]) | {
+        dataset, flags = self.characters(), [*SHORT, "--log_interval=1"]
+        rounds = self.rounds({
             "ours": self.ours(CHARS, dataset, flags),
             "AdamW": self.ours(CHARS, dataset, [*flags, "--optimizer=adamw"])})
         row = figures(rounds, skip=10, base="AdamW")
@@ -214,7 +214,7 @@ def medians(rows: list[Row]) -> list[Row]:
     for side in dict.fromkeys(row["side"] for row in rows):
         these = [row for row in rows if row["side"] == side]
         found.append({"round": "median", "side": side, "dtypes": these[0]["dtypes"]})
-        for key in list(rows[0])[3:]:
+        for key in [key for key in rows[0] if key not in found[-1]]:
             values = [row[key] for row in these]
             found[-1][key] = None if None in values else statistics.median(values)
     return found

@@ -134,6 +134,8 @@ class Race:
         """One process of a side: a trial of its ways for each kind of task, ids, all its tasks."""
         tasks = {name: task for part in self.args.parts for name, task in PARTS[part].items()
                  if takes_part(side, bits, name)}
+        if not tasks and (number > 1 or side in ("edited", "nanoGPT")):
+            return
         kinds = dict.fromkeys(["decode", *(task.kind for task in tasks.values())])
         questions = [TRIAL[kind]._asdict() | {"choose": True} for kind in kinds]
         questions.append(Task("decode", 1, 16, AGREE)._asdict() | {"ids": True})

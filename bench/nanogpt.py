@@ -34,8 +34,8 @@ class Trial(NamedTuple):
     curve: list[tuple[int, float, float]]  # (updates, seconds of training, validation loss)
     seconds: float  # of the whole process
     peak_mib: float
-    mfu: float | None = None  # of ours
-    dtypes: str | None = None  # of our products and, if it is the optimizer, of Muon's
+    mfu: float | None = None  # None for nanoGPT, like dtypes
+    dtypes: str | None = None  # of the products and, if it is the optimizer, of Muon's
 
 
 def check_clone(clone: Path) -> Path:

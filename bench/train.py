@@ -81,8 +81,8 @@ class Bench:
             (work / "nanogpt").mkdir()
             self.nanogpt = NanoGPT(args.nanogpt, work / "nanogpt")
 
-    def text(self) -> Path:
-        """The characters, prepared for both."""
+    def characters(self) -> Path:
+        """Tiny Shakespeare by characters, prepared for both."""
         dataset = resolve(self.args.text or "shakespeare_char", "char", log)
         if self.nanogpt:
             self.nanogpt.give(dataset, "shakespeare_char", Dataset(dataset).tokenizer.vocab_size)
@@ -108,23 +108,23 @@ class Bench:
         return rounds
 
     def loss(self) -> Row:
-        dataset = self.text()
+        dataset = self.characters()
         rounds = self.rounds(self.theirs(dataset, NANOGPT_CHARS) | {
             "ours": self.ours(CHARS, dataset, []),
             "ours long": self.ours(CHARS_LONG, dataset, [])})
         row = figures(rounds)
-        show("Tiny Shakespeare by characters; losses are of the whole validation split", row)
+        print_figures("Tiny Shakespeare by characters; losses of the whole validation split", row)
         draw(rounds, self.args.out / "train.png",
              "Tiny Shakespeare by characters: 4 layers, 4 heads, width 128, context 64")
         return row
 
     def muon(self) -> Row:
-        dataset, flags = self.text(), [*SHORT, "--log_interval=1"]
-        rounds = self.rounds(self.theirs(dataset, [*NANOGPT_CHARS, *SHORT]) | {
+        dataset, flags = self.characters(), [*SHORT, "--log_interval=1"]
+        rounds = self.rounds({
             "ours": self.ours(CHARS, dataset, flags),
             "AdamW": self.ours(CHARS, dataset, [*flags, "--optimizer=adamw"])})
         row = figures(rounds, skip=10, base="AdamW")
-        show("Tiny Shakespeare, 12 rows of 64 an update: ours with Muon beside AdamW alone", row)
+        print_figures("Tiny Shakespeare, 12 rows of 64 an update: ours with Muon, AdamW alone", row)
         row["ratio"] = next(1 / m["ratio"] for m in row["medians"] if m["side"] == "ours")
         print(f"an update with Muon takes {row['ratio']:.2f} times as long as one with AdamW")
         return row
@@ -140,7 +140,7 @@ class Bench:
         flags = [*BIG_FLAGS, "--max_iters=5", "--lr_decay_iters=5"]
         row = figures(self.rounds(self.theirs(dataset, theirs) | {
             "ours": self.ours("config/gpt2_124m.py", dataset, flags)}), skip=1)
-        show("GPT-2 124M, context 1024, 2 rows an update", row)
+        print_figures("GPT-2 124M, context 1024, 2 rows an update", row)
         return row
 
 
@@ -213,13 +213,13 @@ def medians(rows: list[Row]) -> list[Row]:
     for side in dict.fromkeys(row["side"] for row in rows):
         these = [row for row in rows if row["side"] == side]
         found.append({"round": "median", "side": side, "dtypes": these[0]["dtypes"]})
-        for key in list(rows[0])[3:]:
+        for key in [key for key in rows[0] if key not in found[-1]]:
             values = [row[key] for row in these]
             found[-1][key] = None if None in values else statistics.median(values)
     return found
 
 
-def show(title: str, row: Row) -> None:
+def print_figures(title: str, row: Row) -> None:
     """The table of a part, without the columns that are empty in it."""
     columns = [("round", "round", ""), ("side", "side", ""), ("dtypes", "products, Muon", ""),
                ("update_s", "s an update", ".4f"), ("tok_s", "tokens/s", ",.1f"),

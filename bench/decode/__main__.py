@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from bench import common
 from bench.common import ProcessFailed, Row, log
-from bench.decode.report import BITS, draw, medians, ratios, show
+from bench.decode.report import BITS, draw, medians, print_figures, ratios
 from bench.decode.sides import SHAPE, make_files, read_bandwidth
 from bench.decode.start import measure_start
 from bench.decode.worker import ask, check_out
@@ -89,7 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def takes_part(side: str, bits: str, name: str) -> bool:
-    """Whether a side does a task; batches are for 16 bits, of ours also for 8 and 4."""
+    """Whether a side does a task; batches are for 16 bits, on our side also for 8 and 4."""
     if side in ("edited", "nanoGPT"):
         return name == "512"
     return (not name.startswith("batch") or bits == "16"
@@ -115,7 +115,7 @@ class Race:
     def __init__(self, args: argparse.Namespace, work: Path):
         self.args, self.work = args, work
         self.samples: list[Row] = []
-        self.ids: dict[tuple[str, str], list] = {}  # greedy ones of each side
+        self.ids: dict[tuple[str, str], list] = {}  # greedy ids of each side
         self.older = check_out(args.against, work) if args.against else None
         self.missing = [side for side, modules in NEEDS.items()
                         if not all(map(importlib.util.find_spec, modules))]
@@ -134,6 +134,8 @@ class Race:
         """One process of a side: a trial of its ways for each kind of task, ids, all its tasks."""
         tasks = {name: task for part in self.args.parts for name, task in PARTS[part].items()
                  if takes_part(side, bits, name)}
+        if not tasks and (number > 1 or side in ("edited", "nanoGPT")):
+            return
         kinds = dict.fromkeys(["decode", *(task.kind for task in tasks.values())])
         questions = [TRIAL[kind]._asdict() | {"choose": True} for kind in kinds]
         questions.append(Task("decode", 1, 16, AGREE)._asdict() | {"ids": True})
@@ -148,13 +150,13 @@ class Race:
             log(f"    {name}: {self.samples[-1]['tok_s']:,.1f} tokens/s, {got['variant']}")
 
     def agree(self) -> Row:
-        """How many greedy ids of each side are those of ours at 32 bits, up to the first other.
+        """How many greedy ids of each side equal ours at 32 bits, up to the first that differs.
 
-        DataError where Hugging Face at 32 bits has others. An edited model is another model.
+        DataError if Hugging Face at 32 bits differs. An edited model is another model.
         """
         agree = {f"{side} {bits}": common_start(self.ids["ours", "32"], ids)
                  for (side, bits), ids in self.ids.items() if side != "edited"}
-        print(f"of {AGREE} greedy ids, those of ours at 32 bits up to the first other: "
+        print(f"of {AGREE} greedy ids, equal to ours at 32 bits up to the first that differs: "
               + ", ".join(f"{name} {n}" for name, n in agree.items()), flush=True)
         if (n := agree.get("Hugging Face 32", AGREE)) < AGREE:
             raise DataError(f"at 32 bits ours and Hugging Face write the same {n} ids and then "
@@ -196,7 +198,7 @@ def main(argv: list[str]) -> int:
         row |= race.run()
     if not race.samples and "first_token_s" not in row:
         return 1
-    show(row)
+    print_figures(row)
     row |= {"medians": medians(race.samples)} | ratios(row)
     draw(row, args.out / "decode.png")
     common.append_row(row, args.out / "decode.jsonl", args.json)

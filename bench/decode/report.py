@@ -59,7 +59,7 @@ def ratios(row: Row) -> Row:
     return found | {name: row[name] for name in FIGURES if name in row}
 
 
-def show(row: Row) -> None:
+def print_figures(row: Row) -> None:
     """The medians and the ratios, on stdout."""
     if rows := medians(row["samples"]):
         print("\ntokens/s: of a whole call for 512 new ones, of the prompt for prefill, of all "

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OnToken = Callable[[list[int]], None]
 SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "block_size": 1024}
 WEIGHTS, SHAPE_FILE = "model.safetensors", "shape.json"
-DTYPES = {"32": "float32", "16": "bfloat16", "8": "int8", "4": "int4"}  # bits -> weights of ours
+DTYPES = {"32": "float32", "16": "bfloat16", "8": "int8", "4": "int4"}  # bits -> our weights
 GGUF_TYPES = {"32": "F32", "16": "F16", "8": "Q8_0", "4": "Q4_0"}  # bits -> type of the matrices
 
 

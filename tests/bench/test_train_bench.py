@@ -187,7 +187,7 @@ def test_an_update_is_compared_with_adamws_of_the_same_round(capsys):
     rounds = [{"ours": trial([], 0.3 * slow), "AdamW": trial([], 0.2 * slow)} for slow in (1, 9, 2)]
     row = train.figures(rounds, skip=1, base="AdamW")
     assert [t["ratio"] for t in row["trials"]] == pytest.approx([2 / 3, 1] * 3)
-    train.show("Muon", row)
+    train.print_figures("Muon", row)
     out = capsys.readouterr().out
     assert "x AdamW's" in out and "last loss" not in out  # no column without a figure
 

@@ -242,7 +242,7 @@ def finished(text: str, others: dict | None = None) -> Row:
 
 
 @MANY
-@given(st.text(), st.dictionaries(st.text("abc", min_size=1).map("_".__add__),
+@given(st.text(max_size=20), st.dictionaries(st.text("abc", min_size=1).map("_".__add__),
                                   st.text(st.characters())))
 def test_a_row_is_one_line_of_json_for_whoever_reads_it(text, others):
     row = finished("x" + text, others)

@@ -1,15 +1,14 @@
 """A dataset, opened: `Dataset(folder).train.rows(...)` is all that a training loop needs."""
 
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data import DataError, canonical_hash, data_root, read_json
+from data import DataError, canonical_hash, read_json
 from data.shards import Shards, Split, check_header
-from data.tokenizer import Tokenizer, from_json, make_tokenizer
+from data.tokenizer import from_json
 
 if TYPE_CHECKING:
     from data.instruct import Samples
@@ -111,6 +110,8 @@ class Dataset:
                                 f"(*{name}*.bin); prepare it: python -m data.prepare --help")
             self.meta["splits"][name] = {"shards": [
                 {"file": path.name, "tokens": check_header(path)[0]} for path in paths]}
+        from data.making.tokenizers import make_tokenizer
+
         self.tokenizer = make_tokenizer(tokenizer)
         self.meta["tokenizer_hash"] = self.tokenizer.hash
 
@@ -143,28 +144,3 @@ class Dataset:
         """Read every byte: DataError unless hashes are as recorded and ids in the vocabulary."""
         for shards, recorded in self._opened:
             shards.verify(recorded)
-
-
-def prepared(hash: str | None, name: str | None = None) -> Path | None:
-    """The folder of a prepared data set of this hash: that of the name, else any in data_root().
-
-    None if it is not here, or is another by now. A run of --dataset=my.jsonl has that as its name.
-    """
-    root = data_root()
-    named = [root / name, Path(name)] if name else []
-    for folder in [*named, *sorted(root.glob("[!.]*"))] if hash else ():
-        with suppress(DataError, OSError):
-            path = folder / "dataset.json"
-            if path.is_file() and canonical_hash(read_json(path)) == hash:
-                return folder
-    return None
-
-
-def of_run(hash: str | None, name: str | None, tokenizer: Tokenizer) -> Dataset | None:
-    """`prepared`, opened; None also if it is damaged or of another tokenizer."""
-    folder = prepared(hash, name)
-    try:
-        data = Dataset(folder) if folder else None
-    except (DataError, OSError):
-        return None
-    return data if data and data.tokenizer.hash == tokenizer.hash else None

@@ -7,13 +7,14 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from data import DataError, data_root, did_you_mean, read_json
-from data.dataset import SPLITS
-from data.tokenizer import identity
+from data import DataError, canonical_hash, data_root, did_you_mean, read_json
+from data.dataset import SPLITS, Dataset
+from data.tokenizer import Tokenizer
 
 
 class Recipe(NamedTuple):
@@ -44,9 +45,12 @@ def resolve(dataset: str, tokenizer: str | None = None,
     is prepared once, as <stem>-<hash of content and tokenizer>; ./name is a path, not the name.
     tokenizer: None takes that of the dataset, or bpe:2048 for new text.
     """
-    root, path = data_root(), Path(dataset)
-    wanted = identity(tokenizer or DEFAULT_TOKENIZER)
-    prepared = sorted(p.parent.name for p in root.glob("[!.]*/dataset.json"))
+    root, path, wanted = data_root(), Path(dataset), DEFAULT_TOKENIZER
+    if tokenizer:
+        from data.making.tokenizers import identity
+
+        wanted = identity(tokenizer)
+    there = sorted(p.parent.name for p in root.glob("[!.]*/dataset.json"))
     recipe, name = KNOWN.get(dataset), dataset
     if recipe and tokenizer and wanted != recipe.tokenizer:  # never under the plain name
         name = f"{dataset}-{sha256(wanted.encode()).hexdigest()[:10]}"
@@ -59,13 +63,13 @@ def resolve(dataset: str, tokenizer: str | None = None,
         content = f"{census.records[0]['sha256']} {wanted}".encode()
         name = f"{stem(source)}-{sha256(content).hexdigest()[:10]}"
         recipe = Recipe(source, DEFAULT_TOKENIZER)
-    if recipe and name not in prepared:
+    if recipe and name not in there:
         from data.making.build import prepare
 
         say(f"preparing {name}")
         prepare([recipe.source], name, tokenizer or recipe.tokenizer,
                 val_fraction=recipe.val_fraction, again=False, say=say)
-    if recipe or name in prepared:
+    if recipe or name in there:
         path = root / name
     if (path / "dataset.json").is_file():
         meta = read_json(path / "dataset.json")
@@ -78,7 +82,7 @@ def resolve(dataset: str, tokenizer: str | None = None,
         return path
     if path.is_file() and path.suffix == ".bin":
         raise DataError(f"--dataset={dataset} is one file of tokens; give the folder it lies in")
-    names = sorted({*prepared, *KNOWN})
+    names = sorted({*there, *KNOWN})
     raise DataError(f"--dataset={dataset} is no file, no folder and none of the names "
                     f"{', '.join(names[:20])}{', ...' * (len(names) > 20)}"
                     f"{did_you_mean(dataset, names)}; other sources are for python -m data.prepare")
@@ -108,6 +112,31 @@ def is_text(dataset: str) -> bool:
 
 def _has_shards(folder: Path) -> bool:
     return any(any(folder.glob(f"*{split}*.bin")) for split in SPLITS)
+
+
+def prepared(hash: str | None, name: str | None = None) -> Path | None:
+    """The folder of a prepared data set of this hash: that of the name, else any in data_root().
+
+    None if it is not here, or is another by now. A run of --dataset=my.jsonl has that as its name.
+    """
+    root = data_root()
+    named = [root / name, Path(name)] if name else []
+    for folder in [*named, *sorted(root.glob("[!.]*"))] if hash else ():
+        with suppress(DataError, OSError):
+            path = folder / "dataset.json"
+            if path.is_file() and canonical_hash(read_json(path)) == hash:
+                return folder
+    return None
+
+
+def of_run(hash: str | None, name: str | None, tokenizer: Tokenizer) -> Dataset | None:
+    """`prepared`, opened; None also if it is damaged or of another tokenizer."""
+    folder = prepared(hash, name)
+    try:
+        data = Dataset(folder) if folder else None
+    except (DataError, OSError):
+        return None
+    return data if data and data.tokenizer.hash == tokenizer.hash else None
 
 
 def stem(source: str) -> str:

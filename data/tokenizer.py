@@ -13,12 +13,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from data import DataError, canonical_hash, did_you_mean, read_json
+from data import DataError, canonical_hash
 
 FORMAT = 1  # of the JSON
 EOT = "<|endoftext|>"
@@ -162,51 +161,6 @@ class BPETokenizer(Tokenizer):
                             "shorten runs of 100,000 spaces, if it has any") from None
 
 
-def make_tokenizer(spec: str, texts: Iterable[str] = ()) -> Tokenizer:
-    """The tokenizer a user names.
-
-    spec: byte, char, bpe:N, a tiktoken encoding (gpt2, or gpt2:FOLDER with its vocabulary files),
-    a path to a tokenizer.json, or NAME:ARGUMENT for extras/NAME.py.
-    texts are read once, by `char` for its alphabet and by `bpe:N` for its merges.
-    """
-    import tiktoken
-
-    name, colon, argument = spec.partition(":")
-    if spec == "byte":
-        return ByteTokenizer()
-    if spec == "char":
-        return CharTokenizer(chain.from_iterable(texts))
-    if size := re.fullmatch(r"bpe:([0-9]{1,9})", spec):
-        from data.making.vocabulary import GPT2_PATTERN, learn
-
-        tokens = learn(int(size[1]), texts)
-        return BPETokenizer(spec, GPT2_PATTERN, [*tokens, None], {EOT: len(tokens)})
-    encodings = tiktoken.list_encoding_names()
-    if name in encodings:
-        from data.making.vocabulary import fetch
-
-        return BPETokenizer(name, *fetch(name, argument))
-    if colon and name in _extras():
-        return import_module(f"extras.{name}").make(argument)
-    if spec.endswith(".json"):
-        return from_json(read_json(Path(spec), "give --tokenizer= that of a dataset or checkpoint"))
-    names = [*encodings, *(f"{name}:..." for name in _extras())]
-    hint = did_you_mean(spec, ["byte", "char", "bpe:2048", *names])
-    raise DataError(f"--tokenizer={spec} is none of byte, char, bpe:N, {', '.join(names)} and "
-                    f"paths to a tokenizer.json{hint}")
-
-
-def identity(spec: str) -> str:
-    """What is recorded of a tokenizer that is named so: its `spec`, or its `hash` if of a file."""
-    import tiktoken
-
-    name, colon, _ = spec.partition(":")
-    if name in tiktoken.list_encoding_names():
-        return name
-    of_a_file = spec.endswith(".json") or (colon and name in _extras())
-    return make_tokenizer(spec).hash if of_a_file else spec
-
-
 def from_json(value: dict) -> Tokenizer:
     """The tokenizer that `to_json` described; DataError when it would describe itself otherwise."""
     try:
@@ -222,10 +176,10 @@ def from_json(value: dict) -> Tokenizer:
         elif kind == "bpe":
             tokens = [t if t is None else b64decode(t) for t in value["tokens"]]
             tokenizer = BPETokenizer(value["spec"], value["pattern"], tokens, value["special"])
-        elif kind in _extras():
+        elif kind in plugins():
             tokenizer = import_module(f"extras.{kind}").load(value)
         else:
-            known = ", ".join(["byte", "char", "bpe", *_extras()])
+            known = ", ".join(["byte", "char", "bpe", *plugins()])
             raise DataError(f"a tokenizer JSON of kind {kind!r} is none of {known}; add the "
                             f"extras/{kind}.py that wrote it")
         if tokenizer.to_json() != value:
@@ -238,7 +192,7 @@ def from_json(value: dict) -> Tokenizer:
     return tokenizer
 
 
-def _extras() -> list[str]:
+def plugins() -> list[str]:
     """Files of extras/ with a tokenizer, imported by name so that a checkpoint with one opens."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(EXTRAS.glob("*.py"))}
     return [name for name, text in texts.items() if re.fullmatch("[a-z0-9_]+", name) and

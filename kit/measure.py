@@ -104,8 +104,8 @@ def open_data(dataset: str | None, folder: Path, state: dict[str, Any]) -> tuple
 
     Text is prepared if need be: with the tokenizer that the run asked for, else the checkpoint's.
     """
-    from data.dataset import Dataset, prepared
-    from data.prepare import prepares_for, resolve
+    from data.dataset import Dataset
+    from data.prepare import prepared, prepares_for, resolve
 
     settings, name, hash = trained_with(state)
     own = dataset is None
@@ -196,7 +196,7 @@ def measure(args: Any) -> dict[str, Any]:
 
 def quick_loss(model: GPT, state: dict[str, Any], tokenizer: Tokenizer) -> float | None:
     """The loss on some windows of the validation split of a run, if that is here; seconds."""
-    from data.dataset import of_run
+    from data.prepare import of_run
 
     _, name, hash = trained_with(state)
     data = of_run(hash, name, tokenizer)

@@ -28,7 +28,8 @@ import train
 from data import DataError, canonical_hash, read_json
 from data.dataset import Dataset
 from data.making.build import prepare
-from data.tokenizer import from_json, make_tokenizer
+from data.making.tokenizers import make_tokenizer
+from data.tokenizer import from_json
 from extras.weights import nanogpt_bin
 from kit import checkpoint
 from kit import files as kit_files

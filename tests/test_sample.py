@@ -54,7 +54,7 @@ def make_run(path, tokenizer_json, vocab_size, *, steps=(10, 20), best=10, favou
 
 @pytest.fixture
 def byte_tokenizer():
-    from data.tokenizer import make_tokenizer
+    from data.making.tokenizers import make_tokenizer
 
     return make_tokenizer("byte", [])
 
@@ -141,7 +141,7 @@ def test_stop_at_end_of_text(tmp_path, byte_tokenizer, capfd):
 
 
 def test_a_char_model_names_what_it_cannot_read(tmp_path, capfd):
-    from data.tokenizer import make_tokenizer
+    from data.making.tokenizers import make_tokenizer
 
     tokenizer = make_tokenizer("char", ["abc\n"])
     make_run(tmp_path / "char", tokenizer.to_json(), 4)
@@ -330,7 +330,7 @@ def test_logprobs(run, capfd):
 
 
 def test_mistakes_are_told_before_the_first_token(tmp_path, capfd, monkeypatch):
-    from data.tokenizer import make_tokenizer
+    from data.making.tokenizers import make_tokenizer
 
     make_run(tmp_path / "char", make_tokenizer("char", ["abc\n"]).to_json(), 4)
     monkeypatch.setattr(window, "steps", pytest.fail)

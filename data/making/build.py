@@ -22,8 +22,9 @@ from data.dataset import FORMAT, SPLITS
 from data.making.census import Census, Rule, divide, rule
 from data.making.folder import replacing, write_json
 from data.making.sources import Piece, fetched
-from data.shards import ShardWriter
-from data.tokenizer import Tokenizer, make_tokenizer
+from data.making.tokenizers import make_tokenizer
+from data.making.writer import ShardWriter
+from data.tokenizer import Tokenizer
 
 JOB = 1 << 20  # characters of text that a worker gets at once
 LESSON_BYTES = 1_000_000_000  # of training text at most, for a tokenizer that learns from it

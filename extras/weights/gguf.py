@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.dataset import of_run
 from data.instruct import CHAT_TEMPLATE
-from data.prepare import Parser
+from data.prepare import Parser, of_run
 from data.tokenizer import from_json
 from extras.weights.gguf_vocabulary import ALMOST, Vocabulary, vocabulary, with_end
 from kit.checkpoint import load_model

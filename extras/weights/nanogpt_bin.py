@@ -16,9 +16,11 @@ from tqdm import tqdm
 from data import DataError
 from data.dataset import FORMAT, SPLITS
 from data.making.folder import replacing, write_json
+from data.making.tokenizers import make_tokenizer
+from data.making.writer import ShardWriter
 from data.prepare import Parser, run
-from data.shards import LAYOUTS, ShardWriter
-from data.tokenizer import Tokenizer, make_tokenizer
+from data.shards import LAYOUTS
+from data.tokenizer import Tokenizer
 
 CHUNK = 1 << 20  # tokens or characters that are held at once
 

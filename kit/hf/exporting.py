@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from data import DataError, read_json
-from data.dataset import Dataset, of_run
+from data.dataset import Dataset
 from data.instruct import CHAT_TEMPLATE
+from data.prepare import of_run
 from data.tokenizer import EOT, Tokenizer, from_json
 from kit.checkpoint import load_model
 from kit.errors import UserError, plain

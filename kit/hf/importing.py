@@ -17,8 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from data import read_json
+from data.making.tokenizers import make_tokenizer
 from data.prepare import tell
-from data.tokenizer import Tokenizer, make_tokenizer
+from data.tokenizer import Tokenizer
 from kit.checkpoint import shapes_of
 from kit.errors import UserError, plain
 from kit.files import read_json as read_sealed

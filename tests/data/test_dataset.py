@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from data.dataset import Dataset, of_run, prepared
-from data.prepare import resolve
-from data.tokenizer import make_tokenizer
+from data.dataset import Dataset
+from data.making.tokenizers import make_tokenizer
+from data.prepare import of_run, prepared, resolve
 
 BYTE = make_tokenizer("byte")
 

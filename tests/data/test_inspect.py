@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data import inspect as command
 from data.dataset import SPLITS, Dataset
 from data.inspect import Scan, quantile, visible
-from data.shards import ShardWriter
+from data.making.writer import ShardWriter
 from data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 CLONE = Path(__file__).parents[2]

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from data import DataError
 from data.instruct import CHUNK, Samples, canonical, encode, has_form, question, text_of
-from data.shards import Shards, ShardWriter, Split
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
+from data.making.writer import ShardWriter
+from data.shards import Shards, Split
 
 BYTE = make_tokenizer("byte")
 EOT = BYTE.eot

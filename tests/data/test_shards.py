@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from data import DataError
 from data.dataset import Dataset
 from data.making.build import prepare
+from data.making.writer import ShardWriter
 from data.order import permute, window_starts
-from data.shards import ShardWriter, Split
+from data.shards import Split
 
 
 def split_of(folder, tokens, shard_tokens=100, vocab_size=50_000, name="train") -> Split:

@@ -16,14 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError, canonical_hash, read_json, tokenizer
+from data.making.tokenizers import identity, make_tokenizer
 from data.making.vocabulary import GPT2_PATTERN
-from data.tokenizer import (
-    BPETokenizer,
-    CharTokenizer,
-    from_json,
-    identity,
-    make_tokenizer,
-)
+from data.tokenizer import BPETokenizer, CharTokenizer, from_json
 
 CLONE = Path(__file__).parents[2]
 LESSON = ["the cat sat on the mat, the cat's hat\n", "😀 ça va, 你好 你好 <|endoftext|>\r\n\0"] * 4
@@ -219,7 +214,7 @@ def test_bpe_merges_the_lowest_rank_first():
 
 
 def test_bpe_is_the_same_in_every_process():
-    code = ("import data.tokenizer as t; "
+    code = ("import data.making.tokenizers as t; "
             "print(t.make_tokenizer('bpe:500', [open(t.__file__, encoding='utf-8').read()]).hash)")
     hashes = [subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True,
                              cwd=CLONE, env={**os.environ, "PYTHONHASHSEED": seed}).stdout.strip()

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.making.tokenizers import make_tokenizer
 from data.making.vocabulary import GPT2_PATTERN
-from data.tokenizer import EOT, BPETokenizer, make_tokenizer
+from data.tokenizer import EOT, BPETokenizer
 from experiments.segmentation import Segmenter, epochs, sample
 
 CLONE = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from data import DataError, data_root, prepare
 from data.dataset import Dataset
-from data.tokenizer import from_json, identity, make_tokenizer
+from data.making.tokenizers import identity, make_tokenizer
+from data.tokenizer import from_json
 from extras import bytepiece as ours
 
 PIECES = {b"th": 90, b"the": 60, b" the": 50, b" c": 20, b"at": 70, b" cat": 30, b" s": 12,

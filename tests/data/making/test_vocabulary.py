@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from data import DataError, prepare
 from data.making import vocabulary
-from data.tokenizer import BPETokenizer, make_tokenizer
+from data.making.tokenizers import make_tokenizer
+from data.tokenizer import BPETokenizer
 
 URL = "https://openaipublic.blob.core.windows.net/"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 from kit.run import store
 from model import GPT, GPTConfig
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sample
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 from kit.errors import UserError
 from kit.sampling import Choice
 from model import GPTConfig

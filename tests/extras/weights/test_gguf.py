@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from data.dataset import Dataset
 from data.instruct import question
+from data.making.tokenizers import make_tokenizer
 from data.prepare import resolve
-from data.tokenizer import EOT, BPETokenizer, Tokenizer, make_tokenizer
+from data.tokenizer import EOT, BPETokenizer, Tokenizer
 from extras.weights import gguf as to_gguf
 from extras.weights.gguf import export, gguf_name
 from extras.weights.gguf_vocabulary import PRE, vocabulary, with_end

@@ -73,7 +73,7 @@ def test_the_weights_are_those(tmp_path, bias, version, capsys):
 
 
 def test_gpt2_is_the_tokenizer_of_as_many_ids(tmp_path, monkeypatch):
-    from data.tokenizer import make_tokenizer
+    from data.making.tokenizers import make_tokenizer
 
     asked = []
     monkeypatch.setattr("kit.hf.importing.make_tokenizer",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from data import DataError, data_root
 from data.dataset import Dataset
 from data.making.build import prepare
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 from extras.weights import nanogpt_bin
 from extras.weights.nanogpt_bin import convert
 

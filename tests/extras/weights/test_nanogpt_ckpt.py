@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 from extras.weights.nanogpt_ckpt import convert, main, read
 from kit.checkpoint import load_model
 from kit.errors import UserError

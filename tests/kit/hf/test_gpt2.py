@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from data import DataError
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 from extras.weights import gguf, llmc, nanogpt_ckpt
 from kit import errors
 from kit.checkpoint import load_model

@@ -30,7 +30,8 @@ from data import DataError
 from data.dataset import Dataset
 from data.instruct import encode as encode_chat
 from data.making.build import prepare
-from data.tokenizer import from_json, make_tokenizer
+from data.making.tokenizers import make_tokenizer
+from data.tokenizer import from_json
 from kit.checkpoint import load_model
 from kit.errors import UserError, spell_os_error
 from kit.hf import exporting, importing

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 from extras.weights import llmc, nanogpt_ckpt
 from kit.checkpoint import load_model
 from kit.errors import UserError

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from data.instruct import encode as encode_chat
+from data.making.tokenizers import make_tokenizer
 from data.making.vocabulary import CL100K_PATTERN as CL100K
 from data.making.vocabulary import O200K_PATTERN as O200K
-from data.tokenizer import EOT, BPETokenizer, from_json, make_tokenizer
+from data.tokenizer import EOT, BPETokenizer, from_json
 from kit.errors import UserError
 from kit.hf import tokenizer as hf_tokenizer
 from kit.hf.exporting import tokenizer_config

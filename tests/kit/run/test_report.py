@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.tokenizer import make_tokenizer
+from data.making.tokenizers import make_tokenizer
 from kit.device import Dtypes
 from kit.files import read_json
 from kit.job import Job

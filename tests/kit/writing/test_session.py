@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data import DataError, instruct
-from data.tokenizer import ByteTokenizer, CharTokenizer, make_tokenizer
+from data.making.tokenizers import make_tokenizer
+from data.tokenizer import ByteTokenizer, CharTokenizer
 from kit.run import store
 from kit.settings import CLONE
 from kit.writing import window

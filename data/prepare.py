@@ -45,11 +45,11 @@ def resolve(dataset: str, tokenizer: str | None = None,
     is prepared once, as <stem>-<hash of content and tokenizer>; ./name is a path, not the name.
     tokenizer: None takes that of the dataset, or bpe:2048 for new text.
     """
-    root, path, wanted = data_root(), Path(dataset), DEFAULT_TOKENIZER
-    if tokenizer:
+    root, path, wanted = data_root(), Path(dataset), tokenizer or DEFAULT_TOKENIZER
+    if not re.fullmatch(r"\w+|bpe:\d+", wanted):  # a file, or a name with its files
         from data.making.tokenizers import identity
 
-        wanted = identity(tokenizer)
+        wanted = identity(wanted)
     there = sorted(p.parent.name for p in root.glob("[!.]*/dataset.json"))
     recipe, name = KNOWN.get(dataset), dataset
     if recipe and tokenizer and wanted != recipe.tokenizer:  # never under the plain name
@@ -237,4 +237,11 @@ def tell(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as error:
+        if not error.name.startswith("data."):
+            raise
+        print(f"this needs {error.name.replace('.', '/')}, which is not in this clone",
+              file=sys.stderr)
+        sys.exit(2)

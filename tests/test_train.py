@@ -601,7 +601,7 @@ def test_a_full_disk_is_a_line_and_loses_nothing(run, tmp_path, monkeypatch, cap
             f.write(json.dumps(row)[:9])
         full()
 
-    target, what = {"log": ("kit.progress.Log.write", half), "fsync": ("os.fsync", full),
+    target, what = {"log": ("kit.run.log.Log.write", half), "fsync": ("os.fsync", full),
                     "weights": ("kit.run.store.save_file", full),
                     "curve": ("matplotlib.figure.Figure.savefig", full)}[where]
     with monkeypatch.context() as patch:

@@ -58,12 +58,13 @@ def explained(path: Path, settings: Any) -> Iterator[None]:
                         "the same command again") from e
     except (MemoryError, RuntimeError) as e:
         if out_of_memory(e):
-            s = settings
-            raise UserError(
-                f"out of memory with batch_size={s.batch_size} and gradient_accumulation_steps="
-                f"{s.gradient_accumulation_steps}: half of the one and twice the other make the "
-                f"same updates in less; so does a smaller block_size={s.block_size}, n_embd="
-                f"{s.n_embd} or n_layer={s.n_layer}; {last_good(path)}") from e
+            s, less = settings, "a smaller batch_size, block_size, n_embd or n_layer needs less"
+            if s.batch_size % 2 == 0:
+                less = (f"--batch_size={s.batch_size // 2} --gradient_accumulation_steps="
+                        f"{2 * s.gradient_accumulation_steps} makes the same updates in less")
+            raise UserError(f"out of memory with batch_size={s.batch_size} and "
+                            f"gradient_accumulation_steps={s.gradient_accumulation_steps}: {less}; "
+                            f"{last_good(path)}") from e
         raise
 
 

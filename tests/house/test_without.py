@@ -29,8 +29,8 @@ def run(tmp_path):
     (tmp_path / "my.txt").write_text("To be, or not to be.\n" * 99)
     env = {k: v for k, v in os.environ.items() if not k.startswith("BONSAI")}
 
-    def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *words], cwd=tmp_path, env=env,
+    def run(*words: str, **more: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, *words], cwd=tmp_path, env=env | more,
                               capture_output=True, text=True)
 
     run.path = tmp_path
@@ -85,3 +85,27 @@ def test_a_run_goes_on_without_the_kernels_that_it_had(run):
     assert "kernels that the run had are not to be had now" in said
     config = json.loads((run.path / "out/a/config.json").read_text())
     assert config["kernels_lost"] == [{"step": 2, "kernels": ["attention", "dropout", "loss"]}]
+
+
+def test_without_all_other_doors(run):
+    """One copy loses all at once; what each is needed for is refused in a line."""
+    losses, _ = train(run, "--kernels=torch")
+    text = sample(run, "--kernels=torch").stdout
+    name = next(p.parent.name for p in (run.path / "data").glob("*/dataset.json"))
+    shutil.rmtree(run.path / "out")
+    for folder in ("kit/parallel", "data/making", "extras"):
+        remove(run, folder)
+    for file in ("session.py", "drafts.py"):
+        (run.path / "kit" / "writing" / file).unlink()
+    prepared = [f"--dataset={name}", "--kernels=torch"]
+    assert train(run, *prepared)[0] == losses
+    done = sample(run, "--kernels=torch")
+    assert (done.returncode, done.stdout) == (0, text)
+    drafts = sample(run, "--lookup=3")  # said after the line of the model
+    assert drafts.returncode == 2 and not drafts.stdout
+    assert "this needs kit/writing/drafts" in drafts.stderr.splitlines()[-1]
+    (run.path / "other.txt").write_text("Another text.\n" * 99)
+    one_line(run("train.py", "config/tiny.py", "--dataset=other.txt"), "this needs data/making")
+    one_line(run("-m", "data.prepare", "other.txt"), "this needs data/making")
+    one_line(run("train.py", "config/tiny.py", f"--dataset={name}", RANK="0", WORLD_SIZE="2"),
+             "this needs kit/parallel")

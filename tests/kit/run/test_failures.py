@@ -156,7 +156,9 @@ def test_too_little_memory_says_what_to_set(error, tmp_path, save):
     folder = save(tmp_path, 10)
     message = said(error, tmp_path, batch_size=12, gradient_accumulation_steps=5)
     assert "out of memory with batch_size=12 and gradient_accumulation_steps=5" in message
-    assert "half of the one and twice the other make the same updates in less" in message
+    assert "--batch_size=6 --gradient_accumulation_steps=10 makes the same updates" in message
+    message = said(error, tmp_path, batch_size=3)
+    assert "a smaller batch_size, block_size, n_embd or n_layer needs less" in message
     assert f"the last good checkpoint is {folder}" in message
 
 

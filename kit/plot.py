@@ -129,16 +129,20 @@ def draw(curves: Sequence[Curve], path: Path, x: str, y: str, log: str = "", tit
 
     fig = Figure(figsize=(11, 6), layout="constrained")
     ax = fig.subplots()
-    lines = []
+    lines, names = [], []
     for i, curve in enumerate(curves):
         style = {"color": COLORS[i % len(COLORS)], "zorder": 3 - i / len(curves)}  # best in front
         if y == "loss" and curve.train.x:
-            ax.plot(curve.train.x, running_mean(curve.train.y), alpha=0.3, linewidth=1, **style)
+            faint = ax.plot(curve.train.x, running_mean(curve.train.y), alpha=0.4, linewidth=1,
+                            **style)
+            if len(curves) == 1:
+                lines, names = faint, ["training, running mean"]
         many = len(curve.val.x) > 20  # then not all have a marker, each curve at its own places
         lines += ax.plot(curve.val.x, curve.val.y, marker=MARKERS[i % len(MARKERS)], markersize=6,
                          markeredgecolor="white", markeredgewidth=0.6, linewidth=1.4,
                          linestyle=STYLES[i // len(COLORS) % len(STYLES)],
                          markevery=(i % 7 / 100, 0.07) if many else 1, **style)
+        names.append(curve.label())
     if "x" not in log:
         ax.xaxis.set_major_formatter("{x:,.10g}")
     for axis in log:
@@ -153,9 +157,9 @@ def draw(curves: Sequence[Curve], path: Path, x: str, y: str, log: str = "", tit
         lines, [str(i) for i in range(len(lines))],  # no name: one might begin with _ or $
         loc="outside right upper" if outside else "upper right", fontsize="small",
         handlelength=3.2, title="bits per byte" if y == "val_bpb" else "best validation loss")
-    for text, curve in zip(legend.get_texts(), curves, strict=True):
+    for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_parse_math(False)
-        text.set_text(curve.label())
+        text.set_text(name)
     with replacing(path) as aside, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
         fig.savefig(aside, dpi=130, format="png")

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import sample
-from data.tokenizer import from_json
 from kit import checkpoint
 from kit.errors import UserError
-from kit.files import read_json
 from kit.kernels import native
 from kit.run import store
 from kit.run.locate import find_checkpoint, remember
@@ -151,10 +149,12 @@ def test_a_char_model_names_what_it_cannot_read(tmp_path, capfd):
     assert write(capfd)[0]  # an empty prompt starts at the newline
 
 
-def test_the_tokenizer_comes_from_the_checkpoint(run, capfd):
-    folder = find_checkpoint(run)
-    tokenizer = from_json(read_json(folder / "tokenizer.json"))
-    assert tokenizer.decode(tokenizer.encode("é🌳")) == "é🌳"
+def test_the_tokenizer_comes_from_the_checkpoint(run, capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("BONSAI_DATA", str(tmp_path / "nothing"))
+    assert write(capfd, "--prompt=é🌳", "--max_new_tokens=2")[0].startswith("é🌳")
+    (find_checkpoint(run) / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="tokenizer.json: missing"):
+        write(capfd, "--prompt=é🌳")
 
 
 @pytest.mark.parametrize("flag, words", [

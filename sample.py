@@ -15,7 +15,6 @@ from typing import Literal
 
 import torch
 
-from data import DataError
 from data.tokenizer import Tokenizer, from_json
 from kit.checkpoint import load_model
 from kit.device import choose_device
@@ -143,8 +142,8 @@ def prompt_ids(s: SampleSettings, prompt: Prompt, tokenizer: Tokenizer) -> list[
         return question(s.ask, tokenizer)
     try:
         return tokenizer.encode(prompt.text, unknown=s.unknown) or start_ids(tokenizer)
-    except DataError as e:
-        raise DataError(f"{prompt.where}: {e}") from None
+    except UserError as e:
+        raise UserError(f"{prompt.where}: {e}") from None
 
 
 def note_long(prompts: list[Prompt], model: GPT) -> None:
@@ -167,4 +166,4 @@ def converse(s: SampleSettings, model: GPT, tokenizer: Tokenizer) -> None:
 
 
 if __name__ == "__main__":
-    run(main, mistakes=(DataError, FloatingPointError))
+    run(main, mistakes=(FloatingPointError,))

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch.nn import utils
 
-from data import DataError
 from data.dataset import Dataset
 from data.prepare import prepares_for, resolve
 from kit import checkpoint, optimizer
@@ -388,4 +387,4 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    run(main, mistakes=(DataError,))
+    run(main)

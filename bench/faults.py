@@ -38,7 +38,6 @@ from tqdm import tqdm
 
 from bench import common
 from bench.common import CLONE, Row, log
-from data import DataError
 from kit import device
 from kit.errors import UserError, run
 from kit.files import digest
@@ -225,14 +224,14 @@ class Campaign:
         first, stopped = Victim(work / "first", text), Victim(work / "stopped", text)
         done = first.start(first=first.watch)
         if done.code:
-            raise DataError(f"the undisturbed run ended with {done.code}: {done.last_line()}")
+            raise UserError(f"the undisturbed run ended with {done.code}: {done.last_line()}")
         self.reference, self.seconds = ending(first.path), done.seconds
         self.events = first.notes("events").read_text("utf-8").count("\n")
         self.bytes = sum(f.stat().st_size for f in first.out.rglob("*") if f.is_file())
         done = stopped.start(
             first=lambda: stopped.watch(self.events * 9 // 10, signal.SIGTERM))
         if done.code != 128 + signal.SIGTERM:
-            raise DataError(f"SIGTERM in a save ended a run with {done.code}: {done.last_line()}")
+            raise UserError(f"SIGTERM in a save ended a run with {done.code}: {done.last_line()}")
         self.interrupted = stopped.path
 
     def try_often(self, fault: str, tries: int, seed: int,
@@ -404,7 +403,7 @@ def import_all() -> None:
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if not hasattr(os, "fork"):
-        raise DataError("bench.faults forks its runs, which Windows cannot")
+        raise UserError("bench.faults forks its runs, which Windows cannot")
     began, work = time.perf_counter(), Path(tempfile.mkdtemp(prefix="faults-"))
     text = work / "text.txt"
     text.write_text(" ".join(random.Random(0).choices(WORDS, k=4000)))
@@ -435,4 +434,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, mistakes=(DataError,))
+    run(main)

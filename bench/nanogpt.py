@@ -19,9 +19,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import CLONE, ProcessFailed, run_process
-from data import DataError
 from data.dataset import Dataset
 from data.shards import Split
+from kit.errors import UserError
 
 NEEDED = ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py")
 
@@ -39,10 +39,10 @@ class Trial(NamedTuple):
 
 
 def check_clone(clone: Path) -> Path:
-    """The absolute path of a nanoGPT clone; DataError for anything else."""
+    """The absolute path of a nanoGPT clone; UserError for anything else."""
     for name in NEEDED:
         if not (clone / name).is_file():
-            raise DataError(f"--nanogpt={clone} is no nanoGPT clone, it has no {name}; make one "
+            raise UserError(f"--nanogpt={clone} is no nanoGPT clone, it has no {name}; make one "
                             "with git clone https://github.com/karpathy/nanoGPT")
     return clone.resolve()
 

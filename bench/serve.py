@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from bench import common
 from bench.common import CLONE, ProcessFailed, Row, log
-from data import DataError
 from kit.errors import run
 
 
@@ -189,4 +188,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, mistakes=(DataError, ProcessFailed))
+    run(main, mistakes=(ProcessFailed,))

@@ -27,11 +27,11 @@ from pathlib import Path
 from bench import common
 from bench.common import CLONE, ProcessFailed, Row, log
 from bench.nanogpt import NanoGPT, Trial, check_clone
-from data import DataError, data_root
+from data import data_root
 from data.dataset import Dataset
 from data.making.build import prepare
 from data.prepare import resolve
-from kit.errors import run
+from kit.errors import UserError, run
 
 PARTS = ("loss", "muon", "throughput")
 CHARS = "config/shakespeare_char_cpu.py"
@@ -263,7 +263,7 @@ def draw(rounds: Rounds, path: Path, title: str) -> None:
 def main(argv: list[str]) -> int:
     args, row = parse(argv), common.machine()
     if not hasattr(os, "wait4"):
-        raise DataError("bench.train measures memory as Linux and macOS tell it, not on Windows")
+        raise UserError("bench.train measures memory as Linux and macOS tell it, not on Windows")
     if args.nanogpt:
         row["nanogpt"] = common.git_commit(args.nanogpt)
     print(f"{row['cpu']}, {row['cores']} cores, torch {row['torch']}", flush=True)
@@ -282,4 +282,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, mistakes=(DataError,))
+    run(main)

@@ -8,18 +8,11 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
+from kit.errors import UserError
+
 LARGEST_JSON = 64 << 20  # bytes; the largest that we write is a tokenizer of a few megabytes
-
-
-class DataError(ValueError):
-    """A person's mistake or a broken file, in one line that says what was given and what to do."""
-
-    def __str__(self) -> str:  # whatever it quotes, a file may not write to the terminal with it
-        return visible(super().__str__())
 
 
 def data_root() -> Path:
@@ -27,28 +20,17 @@ def data_root() -> Path:
     return Path(os.environ.get("BONSAI_DATA") or Path(__file__).parent).absolute()
 
 
-def visible(text: str, keep: str = "") -> str:
-    """Text with all that a terminal would obey or hide written as in Python: newline is \\n."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest one there is, if one is near."""
-    near = get_close_matches(word, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def canonical_hash(value: object) -> str:
     """Hex SHA-256 of a JSON value, whatever the order of its keys and the spaces in its file."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     except RecursionError:
-        raise DataError("a JSON file is nested too deep; prepare the dataset again") from None
+        raise UserError("a JSON file is nested too deep; prepare the dataset again") from None
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def read_json(path: Path, way: str = "prepare the dataset again") -> dict:
-    """Read a JSON object; DataError with the way out if the file is missing or no such thing."""
+    """Read a JSON object; UserError with the way out if the file is missing or no such thing."""
     try:
         info = path.lstat()
         if not stat.S_ISREG(info.st_mode) or info.st_size > LARGEST_JSON:
@@ -57,7 +39,7 @@ def read_json(path: Path, way: str = "prepare the dataset again") -> dict:
         if not isinstance(value, dict):
             raise ValueError("no object")
     except FileNotFoundError:
-        raise DataError(f"{path} is missing; {way}") from None
+        raise UserError(f"{path} is missing; {way}") from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"{path} is not JSON ({error}); {way}") from None
+        raise UserError(f"{path} is not JSON ({error}); {way}") from None
     return value

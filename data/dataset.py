@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data import DataError, canonical_hash, read_json
+from data import canonical_hash, read_json
 from data.shards import Shards, Split, check_header
 from data.tokenizer import from_json
+from kit.errors import UserError
 
 if TYPE_CHECKING:
     from data.instruct import Samples
@@ -45,7 +46,7 @@ class Dataset:
 
     Without `dataset.json` the shards are those named *train*.bin and *val*.bin, and their
     tokenizer is the one given by name, gpt2 by default; with it, both are as recorded there.
-    DataError for a folder with no shards, or with parts that do not belong together.
+    UserError for a folder with no shards, or with parts that do not belong together.
     """
 
     def __init__(self, folder: str | Path, tokenizer: str | None = None,
@@ -63,7 +64,7 @@ class Dataset:
         if (align or self.meta.get("align")) == "document":
             if self.separator is None or self.kind != "text":
                 what = "instruction data" if self.kind != "text" else "without separators"
-                raise DataError(f"--align=document: {self.folder} is {what}; leave --align out")
+                raise UserError(f"--align=document: {self.folder} is {what}; leave --align out")
             self.train.align = self.separator
         if verify:
             self.verify()
@@ -97,8 +98,8 @@ class Dataset:
         if self.meta["tokenizer_hash"] != self.tokenizer.hash:
             raise self._broken("tokenizer.json is not the tokenizer that made these shards")
 
-    def _broken(self, what: str) -> DataError:
-        return DataError(f"{self.folder}: {what}; prepare the dataset again")
+    def _broken(self, what: str) -> UserError:
+        return UserError(f"{self.folder}: {what}; prepare the dataset again")
 
     def _open_foreign(self, tokenizer: str) -> None:
         self.kind, self.meta = "text", {"splits": {}}  # all that published shards tell
@@ -106,7 +107,7 @@ class Dataset:
             paths = sorted(path for path in self.folder.glob(f"*{name}*.bin")
                            if name == "train" or "train" not in path.name)
             if not paths:
-                raise DataError(f"{self.folder} has neither dataset.json nor {name} shards "
+                raise UserError(f"{self.folder} has neither dataset.json nor {name} shards "
                                 f"(*{name}*.bin); prepare it: python -m data.prepare --help")
             self.meta["splits"][name] = {"shards": [
                 {"file": path.name, "tokens": check_header(path)[0]} for path in paths]}
@@ -141,6 +142,6 @@ class Dataset:
         return [self.folder / file["file"] for file in files]
 
     def verify(self) -> None:
-        """Read every byte: DataError unless hashes are as recorded and ids in the vocabulary."""
+        """Read every byte: UserError unless hashes are as recorded and ids in the vocabulary."""
         for shards, recorded in self._opened:
             shards.verify(recorded)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError, visible
 from data.dataset import SPLITS, Dataset
 from data.prepare import Parser, resolve, run
+from kit.errors import UserError, visible
 
 CHUNK = 1 << 20  # tokens that are read at once
 SEED = 1337  # train.py's default: the window shown is the first that such a run sees
@@ -69,7 +69,7 @@ def line(label: str, text: str) -> None:
 
 
 def show_origin(dataset: Dataset, name: str) -> None:
-    """Print what the dataset was made from, and how; DataError if it is no longer the same."""
+    """Print what the dataset was made from, and how; UserError if it is no longer the same."""
     meta = dataset.meta
     line("dataset", visible(f"{name} in {dataset.folder}"))
     line("tokenizer", f"{dataset.tokenizer.spec}, {dataset.vocab_size:,} ids, " + (
@@ -186,13 +186,13 @@ def inspect(folder: Path, args: Namespace) -> None:
     dataset, at, out = Dataset(folder, args.tokenizer), args.at, args.out
     n_tokens = {name: getattr(dataset, name).n_tokens for name in SPLITS}
     if args.tokens < 1 or at is not None and not 0 <= at < n_tokens[args.split]:
-        raise DataError(f"--at={at or 0} --tokens={args.tokens}: expected one token at least, and "
+        raise UserError(f"--at={at or 0} --tokens={args.tokens}: expected one token at least, and "
                         f"a place below {n_tokens[args.split]}, the tokens of {args.split}")
     if out and not out.endswith(".png"):
-        raise DataError(f"--out={out}: expected a file that ends in .png")
+        raise UserError(f"--out={out}: expected a file that ends in .png")
     total = sum(n_tokens.values())
     if not total:
-        raise DataError(f"{folder} has shards without tokens; prepare more text")
+        raise UserError(f"{folder} has shards without tokens; prepare more text")
     name = visible(dataset.meta.get("name") or folder.absolute().name)
     show_origin(dataset, name)
     with tqdm(total=total, desc="counting", unit=" tokens", unit_scale=True, leave=False,

@@ -15,10 +15,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from data import DataError
 from data.order import epoch_order
 from data.shards import Shards, Split
 from data.tokenizer import EOT
+from kit.errors import UserError
 
 # A chat in text that is as below in tokens, for libraries that read EOT in it as the separator
 CHAT_TEMPLATE = (
@@ -83,9 +83,9 @@ def text_of(sample: str) -> str:
 
 
 def encode(sample: str, tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int64 (n,) and mask uint8 (n,) of a canonical sample; DataError without a separator."""
+    """Ids int64 (n,) and mask uint8 (n,) of a canonical sample; UserError without a separator."""
     if tokenizer.eot is None:
-        raise DataError(f"--tokenizer={tokenizer.spec} has no separator; take byte, bpe:2048, gpt2")
+        raise UserError(f"--tokenizer={tokenizer.spec} has no separator; take byte, bpe:2048, gpt2")
     ids, mask = [tokenizer.eot], [False]
     for before, content, learn in _turns(sample):
         head, body = tokenizer.encode(before), tokenizer.encode(content)
@@ -106,7 +106,7 @@ class Samples:
 
     starts: first token of each sample, int64 (n_samples,). pad: the id of padding, which y = -1
     tells apart. long: what becomes of a sample of more than block_size + 1 tokens, "drop" or
-    "truncate"; one without a target is dropped. DataError if tokens, mask and starts do not fit.
+    "truncate"; one without a target is dropped. UserError if tokens, mask and starts do not fit.
     """
 
     def __init__(self, name: str, tokens: Split, mask: Shards, starts: np.ndarray, pad: int,
@@ -117,7 +117,7 @@ class Samples:
         self.starts = self._bounds[:-1]
         fits = mask.n == self.n_tokens and self._bounds[0] == 0 and self._bounds.min() == 0
         if not fits or (np.diff(self._bounds) < 1).any():  # below 0, a difference may overflow
-            raise DataError(
+            raise UserError(
                 f"the {name} split's {self.n_tokens:,} tokens, mask of {mask.n:,} and starts of "
                 f"{self.starts.size:,} samples do not fit together; prepare the dataset again")
         self._first, self._targets = self._scan()
@@ -156,13 +156,13 @@ class Samples:
         return all(self.prompt(i)[-len(head):] == head for i in range(min(64, self.starts.size)))
 
     def require(self, block_size: int) -> None:
-        """DataError unless at least one sample is left at this context."""
+        """UserError unless at least one sample is left at this context."""
         if self._samples(block_size).size:
             return
         needs = np.diff(self._bounds)[self._first < _NEVER] - 1
         cut = "" if self.long == "truncate" else "keep beginnings with --long_samples=truncate, "
         remedy = f"set --block_size={needs.min()} or more, {cut}or " if needs.size else ""
-        raise DataError(f"none of the {self.name} split's {self.starts.size:,} samples has a "
+        raise UserError(f"none of the {self.name} split's {self.starts.size:,} samples has a "
                         f"target left at --block_size={block_size}; {remedy}prepare others")
 
     def epoch_rows(self, block_size: int) -> int:

@@ -12,9 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from data import DataError, canonical_hash, data_root, did_you_mean, read_json
+from data import canonical_hash, data_root, read_json
 from data.dataset import SPLITS, Dataset
 from data.tokenizer import Tokenizer
+from kit.errors import UserError, did_you_mean
 
 
 class Recipe(NamedTuple):
@@ -74,16 +75,16 @@ def resolve(dataset: str, tokenizer: str | None = None,
     if (path / "dataset.json").is_file():
         meta = read_json(path / "dataset.json")
         if tokenizer and wanted not in (meta.get("tokenizer"), meta.get("tokenizer_hash")):
-            raise DataError(
+            raise UserError(
                 f"{path} was prepared with --tokenizer={meta.get('tokenizer')}, not {tokenizer}; "
                 "drop --tokenizer, or make another with python -m data.prepare")
         return path
     if dataset and _has_shards(path):
         return path
     if path.is_file() and path.suffix == ".bin":
-        raise DataError(f"--dataset={dataset} is one file of tokens; give the folder it lies in")
+        raise UserError(f"--dataset={dataset} is one file of tokens; give the folder it lies in")
     names = sorted({*there, *KNOWN})
-    raise DataError(f"--dataset={dataset} is no file, no folder and none of the names "
+    raise UserError(f"--dataset={dataset} is no file, no folder and none of the names "
                     f"{', '.join(names[:20])}{', ...' * (len(names) > 20)}"
                     f"{did_you_mean(dataset, names)}; other sources are for python -m data.prepare")
 
@@ -122,7 +123,7 @@ def prepared(hash: str | None, name: str | None = None) -> Path | None:
     root = data_root()
     named = [root / name, Path(name)] if name else []
     for folder in [*named, *sorted(root.glob("[!.]*"))] if hash else ():
-        with suppress(DataError, OSError):
+        with suppress(UserError, OSError):
             path = folder / "dataset.json"
             if path.is_file() and canonical_hash(read_json(path)) == hash:
                 return folder
@@ -134,7 +135,7 @@ def of_run(hash: str | None, name: str | None, tokenizer: Tokenizer) -> Dataset 
     folder = prepared(hash, name)
     try:
         data = Dataset(folder) if folder else None
-    except (DataError, OSError):
+    except (UserError, OSError):
         return None
     return data if data and data.tokenizer.hash == tokenizer.hash else None
 
@@ -218,7 +219,7 @@ def run(command: Callable[[], None], debug: bool) -> int:
         return 130
     except BrokenPipeError:  # nobody reads on, as behind `| head`
         sys.stdout = open(os.devnull, "w")
-    except (DataError, OSError) as error:
+    except (UserError, OSError) as error:
         if debug:
             raise
         elsewhere = "; make room, or set BONSAI_DATA to a folder that can be written"

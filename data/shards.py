@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError
 from data.order import window_starts, windows
+from kit.errors import UserError
 
 HEADER_BYTES = 256 * 4
 LAYOUTS = {  # what a file holds: its magic, version and type
@@ -37,21 +37,21 @@ def file_hash(path: Path) -> str:
 
 
 def check_header(path: Path, kind: str = "tokens") -> tuple[int, np.dtype]:
-    """How many numbers a file holds, and their type; DataError says what is wrong with it."""
+    """How many numbers a file holds, and their type; UserError says what is wrong with it."""
     if not path.is_file():
-        raise DataError(f"{path} is missing; prepare the dataset again")
+        raise UserError(f"{path} is missing; prepare the dataset again")
     with open(path, "rb") as file:
         raw = file.read(12)
     magic, version, count = np.frombuffer(raw.ljust(12, b"\0"), dtype="<i4").tolist()
     dtype = LAYOUTS[kind].get((magic, version))
     if dtype is None:
-        raise DataError(
+        raise UserError(
             f"{path} is no {kind.rstrip('s')} shard: it begins with {magic}, {version} and not one "
             f"of {list(LAYOUTS[kind])}; prepare the text with data.prepare, or convert nanoGPT's "
             ".bin files with extras.nanogpt_bin")
     size, expected = path.stat().st_size, HEADER_BYTES + count * dtype.itemsize
     if size != expected or count < 0:
-        raise DataError(f"{path} is torn: its {count:,} {kind} make {expected:,} bytes, but it has "
+        raise UserError(f"{path} is torn: its {count:,} {kind} make {expected:,} bytes, but it has "
                         f"{size:,}; prepare or download it again")
     return count, dtype
 
@@ -60,7 +60,7 @@ class Shards:
     """The numbers of one split, in one or more shards, read as if they were one array.
 
     Opening checks each file: its header, its size, and that a sample of its numbers is below limit,
-    as all are when they are read; DataError if not. Threads and forked processes need one each.
+    as all are when they are read; UserError if not. Threads and forked processes need one each.
     """
 
     def __init__(self, paths: Sequence[Path], kind: str = "tokens", limit: int = 2**62):
@@ -78,11 +78,11 @@ class Shards:
                 self.read(start, n)
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """Numbers start .. start + n - 1, int64 (n,); DataError where one is not below limit."""
+        """Numbers start .. start + n - 1, int64 (n,); UserError where one is not below limit."""
         return self.read_rows([start], n)[0]
 
     def read_rows(self, starts: Sequence[int], n: int) -> np.ndarray:
-        """n numbers from each start on, int64 (len(starts), n); DataError as in `read`."""
+        """n numbers from each start on, int64 (len(starts), n); UserError as in `read`."""
         out = np.empty((len(starts), n), self._widest)
         for row, start in zip(out, starts, strict=True):
             self._fill(row, start)
@@ -90,7 +90,7 @@ class Shards:
             i, j = np.argwhere(out >= self.limit)[0].tolist()
             at, whole = starts[i] + j, "the vocabulary" if self.kind == "tokens" else "a mask"
             shard = bisect_right(self._bounds, at) - 1
-            raise DataError(
+            raise UserError(
                 f"{self.paths[shard]}: token {at - self._bounds[shard]} has id {out[i, j]}, but "
                 f"{whole} has {self.limit} ids; give the tokenizer of the shards, or prepare again")
         return out.astype(np.int64)
@@ -103,7 +103,7 @@ class Shards:
             raw = part if part.dtype == dtype else np.empty(part.size, dtype)
             file.seek(HEADER_BYTES + (start - self._bounds[shard]) * dtype.itemsize)
             if file.readinto(raw) < raw.nbytes:
-                raise DataError(f"{self.paths[shard]} was cut while in use; prepare it again")
+                raise UserError(f"{self.paths[shard]} was cut while in use; prepare it again")
             if raw is not part:
                 part[:] = raw
             row, start = row[part.size:], start + part.size
@@ -112,7 +112,7 @@ class Shards:
         """Read everything: each file has the recorded hash, and each number is below limit."""
         for path, record in zip(self.paths, recorded, strict=True):
             if record.get("sha256") and (got := file_hash(path)) != record["sha256"]:
-                raise DataError(f"{path} has SHA-256 {got}, but dataset.json says "
+                raise UserError(f"{path} has SHA-256 {got}, but dataset.json says "
                                 f"{record['sha256']}; prepare or download it again")
         chunks = range(0, self.n, CHUNK)
         for start in tqdm(chunks, "checking ids", unit=" Mi", leave=False, disable=None):
@@ -128,10 +128,10 @@ class Split(Shards):
         self.align: int | None = None  # or the separator: rows begin with one where they can
 
     def require(self, block_size: int) -> None:
-        """DataError unless one window of block_size + 1 tokens fits."""
+        """UserError unless one window of block_size + 1 tokens fits."""
         if self.n_tokens < block_size + 1:
             smaller = "set a smaller --block_size or " if self.n_tokens > 1 else ""
-            raise DataError(
+            raise UserError(
                 f"the {self.name} split has {self.n_tokens:,} tokens, but --block_size={block_size}"
                 f" needs {block_size + 1:,}; {smaller}prepare more text")
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import DataError, canonical_hash
+from data import canonical_hash
+from kit.errors import UserError
 
 FORMAT = 1  # of the JSON
 EOT = "<|endoftext|>"
@@ -45,7 +46,7 @@ class Tokenizer(ABC):
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise DataError(f"lone surrogate {text[error.start]!r} at position {error.start} is no "
+            raise UserError(f"lone surrogate {text[error.start]!r} at position {error.start} is no "
                             "text; give the text as UTF-8") from None
         return self.encode_array(text, unknown).tolist()
 
@@ -60,7 +61,7 @@ class Tokenizer(ABC):
     def token_bytes(self, id: int) -> bytes:
         """The bytes of one id: a special one's are its name, an unused one has none."""
         if not 0 <= id < self.vocab_size:
-            raise DataError(f"token id {id} is not in the vocabulary of {self.vocab_size} ids")
+            raise UserError(f"token id {id} is not in the vocabulary of {self.vocab_size} ids")
         return self._tokens[id]
 
     def to_json(self) -> dict:
@@ -85,7 +86,7 @@ class CharTokenizer(Tokenizer):
     def __init__(self, alphabet: Iterable[str]):
         self.alphabet = "".join(sorted(set(alphabet)))
         if not self.alphabet:
-            raise DataError("a `char` tokenizer needs text with at least one character")
+            raise UserError("a `char` tokenizer needs text with at least one character")
         size = len(self.alphabet)
         self._ids = np.full(sys.maxunicode + 1, size, np.min_scalar_type(size))  # size: unknown
         self._ids[_code_points(self.alphabet)] = np.arange(size)
@@ -99,7 +100,7 @@ class CharTokenizer(Tokenizer):
             return ids
         if unknown != "skip":
             at = int(np.argmin(known))
-            raise DataError(f"the character {text[at]!r} at position {at} is none of the alphabet "
+            raise UserError(f"the character {text[at]!r} at position {at} is none of the alphabet "
                             f"of {self.vocab_size}; leave it out, or take another tokenizer")
         return ids[known]
 
@@ -140,7 +141,7 @@ class BPETokenizer(Tokenizer):
     def encode_array(self, text: str, unknown: str = "error") -> np.ndarray:
         try:
             return self._run(text)
-        except DataError:  # tried again in parts, if it has more than one
+        except UserError:  # tried again in parts, if it has more than one
             from data.making.vocabulary import cut
 
             return np.concatenate([self._run(part) for part in cut(text, self._pattern)])
@@ -157,18 +158,18 @@ class BPETokenizer(Tokenizer):
         except BaseException as error:  # as a panic in Rust is no Exception
             if type(error).__name__ not in ("PanicException", "ValueError"):
                 raise
-            raise DataError(f"tiktoken gives up on a text of {len(text):,} characters ({error}); "
+            raise UserError(f"tiktoken gives up on a text of {len(text):,} characters ({error}); "
                             "shorten runs of 100,000 spaces, if it has any") from None
 
 
 def from_json(value: dict) -> Tokenizer:
-    """The tokenizer that `to_json` described; DataError when it would describe itself otherwise."""
+    """The tokenizer that `to_json` described; UserError when it would describe itself otherwise."""
     try:
         kind, version = value["kind"], value["format"]
         if version != FORMAT:
             newer = isinstance(version, int) and version > FORMAT
             way = "a newer version wrote it, update this clone" if newer else "restore the file"
-            raise DataError(f"a tokenizer JSON of format {version!r}, expected {FORMAT}; {way}")
+            raise UserError(f"a tokenizer JSON of format {version!r}, expected {FORMAT}; {way}")
         if kind == "byte":
             tokenizer = ByteTokenizer()
         elif kind == "char":
@@ -180,14 +181,12 @@ def from_json(value: dict) -> Tokenizer:
             tokenizer = import_module(f"extras.{kind}").load(value)
         else:
             known = ", ".join(["byte", "char", "bpe", *plugins()])
-            raise DataError(f"a tokenizer JSON of kind {kind!r} is none of {known}; add the "
+            raise UserError(f"a tokenizer JSON of kind {kind!r} is none of {known}; add the "
                             f"extras/{kind}.py that wrote it")
         if tokenizer.to_json() != value:
             raise ValueError("its hash does not fit its content")
-    except DataError:
-        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"broken tokenizer JSON ({type(error).__name__}: {error}); restore the "
+        raise UserError(f"broken tokenizer JSON ({type(error).__name__}: {error}); restore the "
                         "file, or prepare the dataset again") from None
     return tokenizer
 

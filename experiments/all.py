@@ -56,4 +56,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main, mistakes=())
+    errors.run(main)

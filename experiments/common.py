@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import DataError
 from data.prepare import Parser
 from kit import errors
 from kit.files import replacing, write_text
@@ -120,7 +119,7 @@ def format_difference(a: Sequence[float], b: Sequence[float], digits: int = 3) -
 
 def command(name: str) -> None:
     """Run the experiment experiments/<name>.py as a command; exits."""
-    errors.run(lambda argv: main(name, argv), mistakes=(DataError,))
+    errors.run(lambda argv: main(name, argv))
 
 
 def main(name: str, argv: list[str]) -> int:

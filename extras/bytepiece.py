@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import DataError, read_json
+from data import read_json
 from data.tokenizer import EOT, Tokenizer
+from kit.errors import UserError
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")  # ids 0, 1, 2 of every model
 # Lines, as BytePiece cuts its text, but none beyond 10,000 characters (as its own trainer has it):
@@ -61,7 +62,7 @@ class BytePieceTokenizer(Tokenizer):
 
             return bytepiece.Tokenizer(self._json["model"])
         except (ImportError, TypeError) as error:  # a TypeError where the automaton is for str
-            raise DataError(
+            raise UserError(
                 f"the bytepiece tokenizer needs its package ({error}): AHOCORASICK_BYTES=1 pip "
                 "install --no-binary pyahocorasick pyahocorasick cython setuptools wheel && pip "
                 "install --no-build-isolation bytepiece") from None
@@ -74,14 +75,14 @@ class BytePieceTokenizer(Tokenizer):
 
 
 def make(argument: str) -> BytePieceTokenizer:
-    """The tokenizer of a model file; DataError without the package, or for what is no model."""
+    """The tokenizer of a model file; UserError without the package, or for what is no model."""
     if not Path(argument).is_file():
-        raise DataError(f"there is no file {argument!r}; expected bytepiece:MODEL_FILE, a model "
+        raise UserError(f"there is no file {argument!r}; expected bytepiece:MODEL_FILE, a model "
                         "that bytepiece.Trainer saved")
     try:
         tokenizer = BytePieceTokenizer(read_json(Path(argument)))
     except (AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"{argument} is no BytePiece model ({error}); give one that "
+        raise UserError(f"{argument} is no BytePiece model ({error}); give one that "
                         "bytepiece.Trainer saved") from None
     tokenizer._engine  # noqa: B018  told now, not after the first pass over the text
     return tokenizer

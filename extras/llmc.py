@@ -1,6 +1,5 @@
 """python -m extras.llmc: see extras/weights/llmc.py."""
 
-from data import DataError
 from kit.errors import run
 
 
@@ -11,4 +10,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, (DataError,))
+    run(main)

@@ -4,7 +4,8 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TextIO
 
@@ -16,7 +17,7 @@ class UserError(Exception):
     """A person's mistake, in a line: what was given, what was expected, what to do."""
 
     def __str__(self) -> str:
-        return plain("\\n".join(super().__str__().splitlines()))  # a line, whatever it quotes
+        return visible("\n".join(super().__str__().splitlines()))  # a line, whatever it quotes
 
 
 def plain(text: str) -> str:
@@ -24,7 +25,19 @@ def plain(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda code: ascii(code[0])[1:-1], text)
 
 
-def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...]) -> None:
+def visible(text: str, keep: str = "") -> str:
+    """Text with all that a terminal would obey or hide written as in Python: newline is \\n."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown name: the nearest one there is, if one is near."""
+    near = get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else otherwise
+
+
+def run(main: Callable[[list[str]], int | None], mistakes: tuple[type[Exception], ...] = ()
+        ) -> None:
     """Call main(arguments) and exit; a mistake or a failing disk is a line and exit code 2."""
     script, *argv = sys.argv
     name = Path(script).name

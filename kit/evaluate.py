@@ -98,4 +98,4 @@ if __name__ == "__main__":
     from kit.errors import run
     from kit.measure import main
 
-    run(main, ())
+    run(main)

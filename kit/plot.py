@@ -102,7 +102,7 @@ def find_runs(given: Sequence[str]) -> Iterator[Path]:
 
 def name_of(path: Path, others: Sequence[Path]) -> str:
     """A run's name, with the folder that it lies in where another one is called the same."""
-    from data import visible
+    from kit.errors import visible
 
     path = path.absolute()
     alike = [p for p in others if p.absolute().name == path.name]
@@ -190,8 +190,8 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    from data import visible
     from data.prepare import Parser
+    from kit.errors import visible
 
     parser = Parser(prog="python -m kit.plot", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
@@ -229,6 +229,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from data import DataError
+    from kit.errors import UserError
 
-    run(main, (DataError,))
+    run(main)

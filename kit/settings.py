@@ -5,19 +5,19 @@ A config file holds `name = value` lines of literals and arithmetic; it is parse
 
 import ast
 import contextlib
-import difflib
 import io
 import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from kit.errors import UserError
+from kit.errors import UserError, did_you_mean
 
+ALL = "; --help lists all"
 CLONE = Path(__file__).resolve().parent.parent
 Say = Callable[[str], None]  # what a warning or a line of progress is given to
 
@@ -112,7 +112,7 @@ def assignment(node: ast.stmt, hints: dict[str, Any]) -> dict[str, Any]:
             return {}
         case ast.Assign([ast.Name(name)], expression):
             if name not in hints:
-                raise ValueError(f"unknown setting {name}{nearest(name, hints)}")
+                raise ValueError(f"unknown setting {name}{did_you_mean(name, hints, ALL)}")
             value = literal(expression)
             if not fits(value, hints[name]):
                 raise ValueError(f"expected {spell(hints[name])}")
@@ -155,7 +155,7 @@ def split_arguments(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], 
         elif match := re.fullmatch(r"--([\w-]+)(=.*)?", arg, re.DOTALL):
             name, value = match[1].replace("-", "_"), match[2]
             if name not in hints:
-                raise UserError(f"unknown setting --{match[1]}{nearest(name, hints)}")
+                raise UserError(f"unknown setting --{match[1]}{did_you_mean(name, hints, ALL)}")
             if value is None:
                 value = "=" + next(args, "--")
                 if value.startswith("=--"):
@@ -215,9 +215,3 @@ def spell(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", str: "text", bool: "True or False",
              type(None): "None"}
     return " or ".join(words.get(o, o) for o in options(hint))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where some known name is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else "; --help lists all"

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import train
-from data import DataError
 from kit.errors import run
 from kit.run import folders
 
@@ -54,7 +53,7 @@ def rank(job: dict, number: int, port: int) -> None:
         train.Trainer.update = update
     code = 1
     try:
-        run(train.main, mistakes=(DataError,))
+        run(train.main)
     except SystemExit as e:
         code = e.code
     except BaseException:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from data import DataError, canonical_hash, read_json
+from data import canonical_hash, read_json
 from data.dataset import Dataset
 from data.making.build import prepare
 from data.making.tokenizers import make_tokenizer
@@ -113,7 +113,7 @@ def attacked(main, *argv: object, memory: int = MEMORY) -> End:
             signal.alarm(SECONDS)
             os.chdir(folder)
             sys.argv = [f"{main.__module__}.py", *map(str, argv)]
-            run_cli(main, (DataError, FloatingPointError))
+            run_cli(main, (UserError, FloatingPointError))
         except SystemExit as e:
             code = e.code
         except BaseException:
@@ -282,7 +282,7 @@ def test_a_pickle_beside_shards(enter, dataset, made, marker, tmp_path, monkeypa
         np.save(theirs / "x.npy", np.array([Payload(marker)], dtype=object))
         content = (theirs / "x.npy").read_bytes()
         (theirs / f"{split}.bin").write_bytes(content + b"." * (len(content) % 2))
-    with pytest.raises(DataError, match="meta.pkl"):
+    with pytest.raises(UserError, match="meta.pkl"):
         nanogpt_bin.convert(theirs, "converted")
     enter("data", data=theirs).refused("train.bin")
 
@@ -577,11 +577,11 @@ def test_read_json_of_the_data_room(tmp_path):
     assert read_json(path) == {"a": 1}
     link = tmp_path / "link.json"
     link.symlink_to(path)
-    with pytest.raises(DataError, match="no plain file"):
+    with pytest.raises(UserError, match="no plain file"):
         read_json(link)
     with path.open("r+b") as f:
         f.truncate((64 << 20) + 1)
-    with pytest.raises(DataError, match="64 MiB"):
+    with pytest.raises(UserError, match="64 MiB"):
         read_json(path)
 
 
@@ -594,7 +594,7 @@ def test_depths_around_what_the_stack_has(dataset):
         (dataset / "dataset.json").write_text(f'{text}, "x": {"[" * depth}{"]" * depth}}}')
         try:
             Dataset(dataset)
-        except DataError:
+        except UserError:
             pass
 
 
@@ -785,7 +785,7 @@ def test_samples_that_begin_elsewhere(enter, made, tmp_path):
     path = folder / "train_000000.starts.bin"
     starts = [0, 2**62 - 1, -(2**63), -1]
     path.write_bytes(header(len(starts), (20261130, 1)) + struct.pack("<4q", *starts))
-    with pytest.raises(DataError, match="do not fit together"):
+    with pytest.raises(UserError, match="do not fit together"):
         Dataset(folder)
 
 
@@ -975,7 +975,7 @@ EVIL = "\x1b]0;owned\x07\x9b31m\r\x08"  # a title, a colour, a line that is writ
 
 
 def test_messages_hold_nothing_that_a_terminal_obeys():
-    for error in (UserError, DataError):
+    for error in UserError:
         assert str(error(f"a{EVIL}b\nc é 🌳")).isprintable()
         assert "c é 🌳" in str(error(f"a{EVIL}b\nc é 🌳"))
 

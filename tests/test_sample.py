@@ -143,7 +143,7 @@ def test_a_char_model_names_what_it_cannot_read(tmp_path, capfd):
 
     tokenizer = make_tokenizer("char", ["abc\n"])
     make_run(tmp_path / "char", tokenizer.to_json(), 4)
-    with pytest.raises(sample.DataError, match="z"):
+    with pytest.raises(sample.UserError, match="z"):
         write(capfd, "--prompt=abz")
     assert write(capfd, "--prompt=abz", "--unknown=skip")[0].startswith("abz")
     assert write(capfd)[0]  # an empty prompt starts at the newline
@@ -335,9 +335,9 @@ def test_mistakes_are_told_before_the_first_token(tmp_path, capfd, monkeypatch):
     make_run(tmp_path / "char", make_tokenizer("char", ["abc\n"]).to_json(), 4)
     monkeypatch.setattr(window, "steps", pytest.fail)
     (tmp_path / "p.txt").write_text("a\nb\nab?c\n")
-    with pytest.raises(sample.DataError, match=r"p\.txt:3: .*'\?'"):
+    with pytest.raises(sample.UserError, match=r"p\.txt:3: .*'\?'"):
         write(capfd, f"--prompts_file={tmp_path / 'p.txt'}")
-    with pytest.raises(sample.DataError, match=r"prompt 1: .*'\?'"):
+    with pytest.raises(sample.UserError, match=r"prompt 1: .*'\?'"):
         write(capfd, "--prompt=a", "--prompt=?")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     with pytest.raises(UserError, match=r"p\.jsonl:2: not a line of JSON"):

@@ -467,7 +467,7 @@ def test_overwriting_waits_until_all_else_is_known_to_work(run, monkeypatch):
     _, path = run()
     before = weights(path)
     for flags in (["--dtype=float16"], ["--n_head=5"], ["--dataset=nowhere"]):
-        with pytest.raises((UserError, train.DataError)):
+        with pytest.raises((UserError, train.UserError)):
             run("--overwrite=True", *flags)
     for place in ("train.GPT", "train.Report.introduce", "train.optimizer.build_optimizers"):
         with monkeypatch.context() as patch:
@@ -569,7 +569,7 @@ def ends_in_a_line(run, monkeypatch, capfd, *flags: str) -> str:
     """The run through kit.settings.run: exit code 2, and the one line of it."""
     monkeypatch.setattr("sys.argv", ["train.py"])
     with pytest.raises(SystemExit) as stop:
-        cli(lambda argv: run(*flags)[0], (train.DataError,))
+        cli(lambda argv: run(*flags)[0], (train.UserError,))
     stop.value.__context__ = None
     gc.collect()  # the lock goes with the last that knows the run
     error = capfd.readouterr().err
@@ -961,7 +961,7 @@ def test_values_that_cannot_work(run, tmp_path, flags, words):
 
 def test_text_that_is_too_short_for_the_context(run, text_file):
     text_file.write_text("short. " * 20)
-    with pytest.raises(train.DataError, match=r"(?s)val.*16"):
+    with pytest.raises(train.UserError, match=r"(?s)val.*16"):
         run()
 
 
@@ -971,7 +971,7 @@ def test_ids_beyond_the_vocabulary_are_found_before_the_first_step(run, tmp_path
     raw = bytearray(shard.read_bytes())
     raw[-2:] = b"\xff\xff"
     shard.write_bytes(raw)
-    with pytest.raises(train.DataError, match="65535.*257"):
+    with pytest.raises(train.UserError, match="65535.*257"):
         run(out="second")
 
 
@@ -1049,7 +1049,7 @@ def test_aligned_rows_begin_with_a_document(run, tmp_path):
         (texts / f"{i}.txt").write_text(f"{i} " * 30)
     free = losses(run(f"--dataset={texts}", out="free")[1])
     assert free != losses(run(f"--dataset={texts}", "--align=document", out="aligned")[1])
-    with pytest.raises(train.DataError, match="--align=document"):
+    with pytest.raises(train.UserError, match="--align=document"):
         run("--tokenizer=char", "--align=document", out="char")
 
 
@@ -1060,7 +1060,7 @@ def test_verify_finds_what_a_sample_of_the_ids_cannot(run, tmp_path):
     raw[2000] ^= 1
     shard.write_bytes(raw)
     run("--max_iters=1", "--warmup_iters=0", out="second")
-    with pytest.raises(train.DataError, match="SHA-256"):
+    with pytest.raises(train.UserError, match="SHA-256"):
         run("--verify=True", out="third")
 
 

@@ -43,8 +43,7 @@ from bench.decode.sides import SHAPE, make_files, read_bandwidth
 from bench.decode.start import measure_start
 from bench.decode.worker import ask, check_out
 from bench.nanogpt import check_clone
-from data import DataError
-from kit.errors import run
+from kit.errors import UserError, run
 
 NEEDS = {"Hugging Face": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}  # modules
 AGREE = 64  # greedy ids that are compared
@@ -152,14 +151,14 @@ class Race:
     def agree(self) -> Row:
         """How many greedy ids of each side equal ours at 32 bits, up to the first that differs.
 
-        DataError if Hugging Face at 32 bits differs. An edited model is another model.
+        UserError if Hugging Face at 32 bits differs. An edited model is another model.
         """
         agree = {f"{side} {bits}": common_start(self.ids["ours", "32"], ids)
                  for (side, bits), ids in self.ids.items() if side != "edited"}
         print(f"of {AGREE} greedy ids, equal to ours at 32 bits up to the first that differs: "
               + ", ".join(f"{name} {n}" for name, n in agree.items()), flush=True)
         if (n := agree.get("Hugging Face 32", AGREE)) < AGREE:
-            raise DataError(f"at 32 bits ours and Hugging Face write the same {n} ids and then "
+            raise UserError(f"at 32 bits ours and Hugging Face write the same {n} ids and then "
                             "different ones: there is nothing to compare")
         return {"alike": agree, "alike_of": AGREE}
 
@@ -206,4 +205,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, mistakes=(DataError,))
+    run(main)

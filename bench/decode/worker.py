@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench.common import CLONE, ProcessFailed, Row
-from data import DataError
+from kit.errors import UserError
 
 if TYPE_CHECKING:
     from bench.decode.sides import Side
@@ -38,12 +38,12 @@ def check_out(commit: str, work: Path) -> Path:
 
     found = git("rev-parse", "--verify", "--short", "--end-of-options", f"{commit}^{{commit}}")
     if found.returncode:
-        raise DataError(f"--against={commit}: not a commit of this clone")
+        raise UserError(f"--against={commit}: not a commit of this clone")
     folder = work / found.stdout.strip()
     git("archive", f"--output={work / 'files.zip'}", folder.name)
     zipfile.ZipFile(work / "files.zip").extractall(folder)
     if not any((folder / file).is_file() for file in MODULES):
-        raise DataError(f"--against={commit}: it has no bench.decode yet")
+        raise UserError(f"--against={commit}: it has no bench.decode yet")
     return folder
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError, instruct
+from data import instruct
 from data.dataset import FORMAT, SPLITS
 from data.making.census import Census, Rule, divide, rule
 from data.making.folder import replacing, write_json
@@ -25,6 +25,7 @@ from data.making.sources import Piece, fetched
 from data.making.tokenizers import make_tokenizer
 from data.making.writer import ShardWriter
 from data.tokenizer import Tokenizer
+from kit.errors import UserError
 
 JOB = 1 << 20  # characters of text that a worker gets at once
 LESSON_BYTES = 1_000_000_000  # of training text at most, for a tokenizer that learns from it
@@ -44,7 +45,7 @@ def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict
     """
     workers = cores() if workers is None else workers
     if not 0 <= workers <= 1024:
-        raise DataError(f"--workers={workers}: expected 0 to 1024 (default: one a core)")
+        raise UserError(f"--workers={workers}: expected 0 to 1024 (default: one a core)")
     with replacing(name, say) as building:
         if building.there and not again:
             return building.folder
@@ -52,7 +53,7 @@ def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict
             census = Census(found, errors, text_column, split_at)
             deque(tqdm(census.pieces(), "reading", unit=" documents", disable=None), maxlen=0)
             if not census.sizes:
-                raise DataError(f"there is no text in {', '.join(sources)} ({census.spell()})")
+                raise UserError(f"there is no text in {', '.join(sources)} ({census.spell()})")
             held_out = rule(census, val_fraction)
             made = make_tokenizer(tokenizer, tqdm(
                 _lesson(census, held_out, tokenizer == "char"), "learning", unit=" pieces",
@@ -78,9 +79,9 @@ def prepare(sources: list[str], name: str, tokenizer: str, errors: str = "strict
 
 def _check_separator(tokenizer: Tokenizer, kind: str, align: str | None) -> None:
     if align and kind == "instruct":
-        raise DataError("--align=document is for texts, not for instruction data; leave it out")
+        raise UserError("--align=document is for texts, not for instruction data; leave it out")
     if tokenizer.eot is None and (align or kind == "instruct"):
-        raise DataError(f"--tokenizer={tokenizer.spec} has no separator, which "
+        raise UserError(f"--tokenizer={tokenizer.spec} has no separator, which "
                         f"{'--align=document' if align else 'instruction data'} needs; take byte, "
                         "bpe:N or a tiktoken encoding")
 
@@ -119,8 +120,8 @@ def encode(job: tuple[str, list[Piece]], tokenizer: Tokenizer) -> Encoded:
                 if piece.starts:
                     tokens.append(separator)
         except Exception as error:
-            known = isinstance(error, DataError)
-            raise (DataError if known else RuntimeError)(f"{piece.place}: {error}") from error
+            known = isinstance(error, UserError)
+            raise (UserError if known else RuntimeError)(f"{piece.place}: {error}") from error
         tokens.append(ids)
         n_bytes += len(text.encode("utf-8"))
     starts = np.cumsum([mask.size for mask in masks], dtype=np.int64)[:-1]

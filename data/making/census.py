@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import DataError
 from data.making.sources import Piece, documents
+from kit.errors import UserError
 
 TRAIN_SHARE = 0.9  # of the characters of a single text
 VAL_SHARE = 0.05  # of many documents
@@ -49,7 +49,7 @@ class Census:
                 try:
                     raw = piece.text.encode("utf-8")
                 except UnicodeEncodeError:  # JSON can write half a pair of UTF-16
-                    raise DataError(f"{piece.place} has a lone surrogate, which is no text; mend "
+                    raise UserError(f"{piece.place} has a lone surrogate, which is no text; mend "
                                     "it, or put U+FFFD there with --errors=replace") from None
                 alone.update(raw)
                 self.sizes[-1] += len(raw)
@@ -61,7 +61,7 @@ class Census:
             self.records.append({"source": name, "sha256": digest.hexdigest(), "documents": count,
                                  "bytes": sum(self.sizes[first:])})
         if len(self.forms) > 1:
-            raise DataError("the sources hold both plain text and instruction samples; prepare "
+            raise UserError("the sources hold both plain text and instruction samples; prepare "
                             "them as two datasets")
         self.kind = "instruct" if True in self.forms else "text"  # samples, or documents
 
@@ -71,7 +71,7 @@ class Census:
             self.places.append(place(document.digest()))
 
     def again(self) -> Iterator[tuple[int, Piece]]:
-        """(number of its document, piece) once more; DataError where they are not the same."""
+        """(number of its document, piece) once more; UserError where they are not the same."""
         other, last = Census(*self._pass), "a document"
         for piece in other.pieces():
             done, n = len(other.places), len(other.sizes)
@@ -80,7 +80,7 @@ class Census:
             yield n - 1, piece
             last = piece.place
         if (other.places, len(other.sizes)) != (self.places, len(self.sizes)):
-            raise DataError(f"{last} changed while the sources were being read; run this again")
+            raise UserError(f"{last} changed while the sources were being read; run this again")
 
     def spell(self) -> str:
         text = "skipped: {empty:,} empty and {binary:,} binary files".format(**self.skipped)
@@ -105,7 +105,7 @@ class Rule(NamedTuple):
 def rule(census: Census, val_fraction: float | None) -> Rule:
     """The rule for these documents; val_fraction: None is TRAIN_SHARE or VAL_SHARE."""
     if val_fraction is not None and not 0 <= val_fraction < 1:
-        raise DataError(f"--val_fraction={val_fraction}: expected at least 0 and below 1")
+        raise UserError(f"--val_fraction={val_fraction}: expected at least 0 and below 1")
     if len(census.places) > 1:
         share = VAL_SHARE if val_fraction is None else val_fraction
         return Rule(threshold(census.places, census.sizes, share))

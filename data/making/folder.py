@@ -10,8 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from data import DataError, data_root, read_json
+from data import data_root, read_json
 from data.making.sources import written_whole
+from kit.errors import UserError
 
 
 class Building:
@@ -25,10 +26,10 @@ class Building:
         self.discard()  # what a killed process left
         self.there = (self.folder / "dataset.json").exists()
         if self.folder.exists() and not self.there:
-            raise DataError(f"{self.folder} exists and is no dataset; choose another --name")
+            raise UserError(f"{self.folder} exists and is no dataset; choose another --name")
 
     def refuse_other(self, meta: dict) -> None:
-        """DataError if the dataset that is there was made otherwise than this one will be."""
+        """UserError if the dataset that is there was made otherwise than this one will be."""
         there = read_json(self.folder / "dataset.json") if self.there else meta
         ways = {"sources": "from other text", "align": "with another --align",
                 "tokenizer_hash": f"with another tokenizer ({there.get('tokenizer')}, now "
@@ -37,7 +38,7 @@ class Building:
         if there.get("tokenizer") == meta["tokenizer"] and there.get("sources") != meta["sources"]:
             del ways["tokenizer_hash"]  # it was learned from that other text
         if others := [way for key, way in ways.items() if there.get(key) != meta[key]]:
-            raise DataError(f"{self.folder} was made {' and '.join(others)}; choose another "
+            raise UserError(f"{self.folder} was made {' and '.join(others)}; choose another "
                             "--name, or replace it with --overwrite")
 
     def begin(self) -> Path:
@@ -62,7 +63,7 @@ class Building:
 def replacing(name: str, say: Callable[[str], None] = print) -> Iterator[Building]:
     """Build the dataset `name`: its folder appears, or is replaced, when the block ends well."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,98}[A-Za-z0-9_-])?", name):
-        raise DataError(f"--name={name}: expected up to 100 letters, digits, '-', '_' and '.', "
+        raise UserError(f"--name={name}: expected up to 100 letters, digits, '-', '_' and '.', "
                         "with a letter or digit first and no '.' last")
     root = data_root()
     (root / ".cache").mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def _sweep(root: Path, name: str) -> None:
     # A folder without a lock is somebody else's.
     ours = {other for other in leftover if (root / ".cache" / f"{other}.lock").exists()}
     for other in ours - {name}:
-        with suppress(Timeout, DataError, OSError):  # it is at work, or another user's
+        with suppress(Timeout, UserError, OSError):  # it is at work, or another user's
             with _lock(root, other).acquire(timeout=0):
                 Building(root, other)
 

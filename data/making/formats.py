@@ -12,7 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from data import DataError, instruct
+from data import instruct
+from kit.errors import UserError
 
 BINARY_PROBE_BYTES = 8192  # a NUL among the first ones marks a file in a folder as binary
 BLOCK = 1 << 18  # bytes that are read at once
@@ -50,7 +51,7 @@ def read(name: str, path: Path, named: bool, errors: str, text_column: str | Non
         packed = ""
     if named and packed is not None:
         way = f': {packed} "{path}" | python -m data.prepare - --name=NAME' if packed else ""
-        raise DataError(f"{path} is not read as it is; unpack or convert it first{way}")
+        raise UserError(f"{path} is not read as it is; unpack or convert it first{way}")
     try:
         if lower.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
             yield from _select(name, path, _lines(path, errors), text_column, skipped)
@@ -61,7 +62,7 @@ def read(name: str, path: Path, named: bool, errors: str, text_column: str | Non
         else:
             yield from _cut(name, _split(_decoded(path, errors), split_at), skipped)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is no whole gzip file ({one_line(error)}); get it anew") from None
+        raise UserError(f"{path} is no whole gzip file ({one_line(error)}); get it anew") from None
 
 
 def _open(path: Path) -> BinaryIO:
@@ -72,16 +73,16 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _is_binary(path: Path, named: bool) -> bool:
-    """Whether to pass over a file; DataError for what is text, but not to be read as it is."""
+    """Whether to pass over a file; UserError for what is text, but not to be read as it is."""
     with _open(path) as file:
         head = file.read(BINARY_PROBE_BYTES)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what Windows calls Unicode
         with suppress(UnicodeDecodeError):
             head[:len(head) // 2 * 2].decode("utf-16")
-            raise DataError(f"{path} is UTF-16; save it as UTF-8: "
+            raise UserError(f"{path} is UTF-16; save it as UTF-8: "
                             f'iconv -f UTF-16 -t UTF-8 "{path}" > NAME.txt')
     if named and path.suffix.lower() == ".json" and head.lstrip()[:1] == b"[":
-        raise DataError(f"{path} is one JSON list and would be one text; make each of its items a "
+        raise UserError(f"{path} is one JSON list and would be one text; make each of its items a "
                         f'line of a .jsonl file: jq -c ".[]" "{path}" > NAME.jsonl')
     return not named and b"\0" in head
 
@@ -119,8 +120,8 @@ def _decoded(path: Path, errors: str) -> Iterator[str]:
                 return
 
 
-def _bad_byte(place: object, begin: int, error: UnicodeDecodeError) -> DataError:
-    return DataError(
+def _bad_byte(place: object, begin: int, error: UnicodeDecodeError) -> UserError:
+    return UserError(
         f"{place}: byte 0x{error.object[error.start]:02x} at offset {begin + error.start} is not "
         "UTF-8; save the file as UTF-8, or put U+FFFD there with --errors=replace")
 
@@ -180,10 +181,10 @@ def _lines(path: Path, errors: str) -> Iterator[tuple[str, dict]]:
                     written = json.dumps(record, ensure_ascii=False)
                     record = JSON.decode(LONE.sub("\ufffd", written))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}{where} is not JSON ({getattr(error, 'msg', error)}); "
+                raise UserError(f"{path}{where} is not JSON ({getattr(error, 'msg', error)}); "
                                 "expected one object a line") from None
             if not isinstance(record, dict):
-                raise DataError(f"{path}{where} is no JSON object; expected one a line")
+                raise UserError(f"{path}{where} is no JSON object; expected one a line")
             yield where, record
 
 
@@ -193,7 +194,7 @@ def _rows(path: Path, text_column: str | None) -> Iterator[tuple[str, dict]]:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise DataError(f"{path} cannot be read without pyarrow: pip install pyarrow") from None
+        raise UserError(f"{path} cannot be read without pyarrow: pip install pyarrow") from None
     done = 0
     try:
         # Unless told otherwise, pyarrow holds a whole row group, which may be the whole file.
@@ -204,22 +205,22 @@ def _rows(path: Path, text_column: str | None) -> Iterator[tuple[str, dict]]:
                     yield f", row {number}", record
                 done += len(batch)
     except UnicodeDecodeError:
-        raise DataError(f"{path}: one of the rows {done + 1} to {done + ROWS} is not UTF-8; mend "
+        raise UserError(f"{path}: one of the rows {done + 1} to {done + ROWS} is not UTF-8; mend "
                         "it, or give the table as .jsonl with --errors=replace") from None
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no whole parquet file after row {done} "
+        raise UserError(f"{path} is no whole parquet file after row {done} "
                         f"({one_line(error)}); copy or download it again") from None
 
 
 def columns(there: Iterable[str], place: object, text_column: str | None) -> list[str]:
-    """Those that make a document; DataError names the ones there are if one is missing."""
+    """Those that make a document; UserError names the ones there are if one is missing."""
     there, column = list(there), text_column or "text"
     if text_column is None and instruct.has_form(dict.fromkeys(there)):
         return [name for name in ("messages", "prompt", "completion") if name in there]
     if there.count(column) > 1:
-        raise DataError(f"{place} has {there.count(column)} columns {column!r}; rename all but one")
+        raise UserError(f"{place} has {there.count(column)} columns {column!r}; rename all but one")
     if column not in there:
-        raise DataError(f"{place} has no column {column!r}, but {there[:30]}; name one with "
+        raise UserError(f"{place} has no column {column!r}, but {there[:30]}; name one with "
                         "--text_column=")
     return [column]
 
@@ -244,7 +245,7 @@ def _select(name: str, path: Path, records: Iterable[tuple[str, dict]],
             if not isinstance(text, str):
                 kind = type(text).__name__.replace("float", "number")
                 raise ValueError(f"{column!r} is of type {kind} and no text")
-        except ValueError as error:
-            raise DataError(f"{path}{where}: {error}") from None
+        except (UserError, ValueError) as error:
+            raise UserError(f"{path}{where}: {error}") from None
         parts = (text[i:i + PIECE] for i in range(0, len(text), PIECE))
         yield from _cut(place, parts, skipped)

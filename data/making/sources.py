@@ -16,9 +16,10 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from data import DataError, canonical_hash, data_root
+from data import canonical_hash, data_root
 from data.making import formats
 from data.making.formats import Piece
+from kit.errors import UserError
 
 KEYWORDS = ("stdlib", "shakespeare")
 SHAKESPEARE_URL = (
@@ -56,7 +57,7 @@ def fetched(sources: list[str], text_column: str | None = None,
     """
     cache, found = data_root() / ".cache", []
     if sources.count("-") > 1:
-        raise DataError("standard input (-) can be given only once")
+        raise UserError("standard input (-) can be given only once")
     _clear(cache)
     cache.mkdir(parents=True, exist_ok=True)
     with ExitStack() as spooled:
@@ -74,7 +75,7 @@ def fetched(sources: list[str], text_column: str | None = None,
 def _spool(cache: Path, say: Callable[[str], None]) -> Iterator[Path]:
     """Standard input as a file, of JSON lines if it begins with an object."""
     if sys.stdin is None:
-        raise DataError("standard input is closed; pipe a text into it")
+        raise UserError("standard input is closed; pipe a text into it")
     if sys.stdin.isatty():
         say("reading what is typed, until Ctrl-D (Ctrl-Z and Enter on Windows)")
     head = sys.stdin.buffer.readline(16 * formats.PIECE)
@@ -107,7 +108,7 @@ def _download(source: str, cache: Path, text_column: str | None,
     """Write a data set of the hub, or a local one, as JSON lines, unless they are there."""
     parts = re.fullmatch(r"hf:((?:[A-Za-z]:[\\/])?[^:]+)(?::([^:]*))?(?::([^:]+))?", source)
     if not parts:
-        raise DataError(f"{source}: expected hf:NAME[:CONFIG][:SPLIT] or hf:NAME::SPLIT")
+        raise UserError(f"{source}: expected hf:NAME[:CONFIG][:SPLIT] or hf:NAME::SPLIT")
     name, config, split = parts.groups()
     if split is None and config in ("train", "validation", "test"):
         config, split = None, config
@@ -152,18 +153,18 @@ def _stream(source: str, name: str, config: str | None, split: str,
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{source} needs the library `datasets`: pip install datasets") from None
+        raise UserError(f"{source} needs the library `datasets`: pip install datasets") from None
     try:
         stream = datasets.load_dataset(name, config, split=split, streaming=True)
         there = stream.column_names or next(iter(stream), {})
         if there:
             yield from stream.select_columns(formats.columns(there, source, text_column))
-    except DataError:
+    except UserError:
         raise
     except Exception as error:  # the library's, and those of the ones below it, share no base
         reason = formats.one_line(error)
         why = "loader scripts are no longer run" if "script" in reason else "check name and network"
-        raise DataError(f"{source}: {type(error).__name__}: {reason}; {why}, or download its "
+        raise UserError(f"{source}: {type(error).__name__}: {reason}; {why}, or download its "
                         "parquet or jsonl files and give their folder") from None
 
 
@@ -179,9 +180,9 @@ def _files(source: str) -> list[tuple[str, Path]]:
     if path.is_dir() and source:
         return _walk(path, lambda name: not name.startswith("."))
     if path.exists() and source:
-        raise DataError(f"{source} is a pipe or a device, which cannot be read twice; give it as "
+        raise UserError(f"{source} is a pipe or a device, which cannot be read twice; give it as "
                         f"standard input: python -m data.prepare - --name=NAME < {source}")
-    raise DataError(f"there is no file or folder {source!r}; give a text, .jsonl or .parquet file, "
+    raise UserError(f"there is no file or folder {source!r}; give a text, .jsonl or .parquet file, "
                     f"a folder of them, hf:NAME, - (standard input) or {', '.join(KEYWORDS)}")
 
 
@@ -191,7 +192,7 @@ def _stdlib(folder: Path) -> list[tuple[str, Path]]:
     found = [(name, path) for name, path in found if name.endswith(".py")]
     size = sum(path.stat().st_size for _, path in found)
     if size < STDLIB_MIN_BYTES:
-        raise DataError(f"Python's standard library in {folder} is zipped, absent or stripped, "
+        raise UserError(f"Python's standard library in {folder} is zipped, absent or stripped, "
                         f"with {size:,} bytes of source; give your own text, as --dataset=my.txt")
     return found
 
@@ -219,9 +220,9 @@ def _shakespeare() -> Path:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             content = response.read()
     except (OSError, HTTPException) as error:
-        raise DataError(f"could not download {SHAKESPEARE_URL} ({error}); {elsewhere}") from None
+        raise UserError(f"could not download {SHAKESPEARE_URL} ({error}); {elsewhere}") from None
     if (got := sha256(content).hexdigest()) != SHAKESPEARE_SHA256:
-        raise DataError(f"{SHAKESPEARE_URL} ({len(content):,} bytes) has SHA-256 {got}, expected "
+        raise UserError(f"{SHAKESPEARE_URL} ({len(content):,} bytes) has SHA-256 {got}, expected "
                         f"{SHAKESPEARE_SHA256}; try again, or {elsewhere}")
     with written_whole(path) as file:
         file.write(content)

@@ -6,7 +6,7 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
-from data import DataError, did_you_mean, read_json
+from data import read_json
 from data.making.vocabulary import GPT2_PATTERN, fetch, learn
 from data.tokenizer import (
     EOT,
@@ -17,6 +17,7 @@ from data.tokenizer import (
     from_json,
     plugins,
 )
+from kit.errors import UserError, did_you_mean
 
 
 def make_tokenizer(spec: str, texts: Iterable[str] = ()) -> Tokenizer:
@@ -45,7 +46,7 @@ def make_tokenizer(spec: str, texts: Iterable[str] = ()) -> Tokenizer:
         return from_json(read_json(Path(spec), "give --tokenizer= that of a dataset or checkpoint"))
     names = [*encodings, *(f"{name}:..." for name in plugins())]
     hint = did_you_mean(spec, ["byte", "char", "bpe:2048", *names])
-    raise DataError(f"--tokenizer={spec} is none of byte, char, bpe:N, {', '.join(names)} and "
+    raise UserError(f"--tokenizer={spec} is none of byte, char, bpe:N, {', '.join(names)} and "
                     f"paths to a tokenizer.json{hint}")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import DataError
 from data.making.bytelevel import BYTES, unspell
+from kit.errors import UserError
 
 MAX_SIZE = 1_000_000  # of a learned one: beyond lies a typing error
 LESSON = 1 << 20  # characters; the trainer makes an object of each word in what it gets at once
@@ -36,7 +36,7 @@ def learn(size: int, texts: Iterable[str]) -> list[bytes]:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if not 257 <= size <= MAX_SIZE:
-        raise DataError(f"bpe:{size}: expected a size of 257 (bytes, end-of-text) to {MAX_SIZE:,}")
+        raise UserError(f"bpe:{size}: expected a size of 257 (bytes, end-of-text) to {MAX_SIZE:,}")
     trainer = trainers.BpeTrainer(
         vocab_size=size - 1, min_frequency=2, show_progress=False, initial_alphabet=list(BYTES))
     learner = Tokenizer(models.BPE())
@@ -70,23 +70,21 @@ def fetch(name: str, place: str = "") -> tuple[str, list[bytes | None], dict[str
     def look(url: str, sha256: str | None = None) -> bytes:
         file = folder / url.rpartition("/")[2]
         if not file.is_file():
-            raise DataError(f"{file} is missing; fetch {url} on another machine and put it there")
+            raise UserError(f"{file} is missing; fetch {url} on another machine and put it there")
         content = file.read_bytes()
         if sha256 and not check_hash(content, sha256):
             got = hashlib.sha256(content).hexdigest()
-            raise DataError(f"{file} ({len(content):,} bytes) has SHA-256 {got}, expected "
+            raise UserError(f"{file} ({len(content):,} bytes) has SHA-256 {got}, expected "
                             f"{sha256}; fetch {url} again")
         return content
 
     try:
         with _reading(look) if place else nullcontext():
             made = describe()
-    except DataError:
-        raise
     except (OSError, ValueError, ImportError) as error:
         with _reading(lambda url, sha256=None: urls.append(url) or b""), suppress(ValueError):
             describe()
-        raise DataError(
+        raise UserError(
             f"the vocabulary of {name} is missing or damaged in tiktoken's cache and could not be "
             f"fetched ({type(error).__name__}); fetch {' and '.join(urls)} on another machine and "
             f"give their folder, as --tokenizer={name}:FOLDER, or set TIKTOKEN_CACHE_DIR") from None

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
-from data import DataError, did_you_mean
 from data.instruct import canonical, encode
 from data.tokenizer import Tokenizer
 from extras.serve.engine import Request
 from extras.serve.row import read_of
-from kit.errors import plain
+from kit.errors import UserError, did_you_mean, plain
 from kit.settings import fits, options
 from kit.writing.text import start_ids
 from model import GPTConfig
@@ -190,7 +189,7 @@ def prompts_of(body: Body, tokenizer: Tokenizer, config: GPTConfig, most: int) -
         several = value if isinstance(value, list) and type(value[0]) is not int else [value]
         check_amount(body, len(several), most)
         return [prompt_of(prompt_ids(v, tokenizer), body, tokenizer, config) for v in several]
-    except DataError as e:
+    except UserError as e:
         raise ApiError(str(e), param="messages" if isinstance(body, Chat) else "prompt") from None
 
 
@@ -231,7 +230,7 @@ def chat_ids(messages: list, tokenizer: Tokenizer) -> list[int]:
                            param="messages")
     try:
         canonical({"messages": messages})  # for its checks
-    except ValueError as e:
+    except (UserError, ValueError) as e:
         raise ApiError(str(e), param="messages") from None
     sample = json.dumps({"messages": [*messages, {"role": "assistant", "content": ""}]})
     return encode(sample, tokenizer)[0][:-1].tolist()

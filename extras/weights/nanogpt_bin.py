@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError
 from data.dataset import FORMAT, SPLITS
 from data.making.folder import replacing, write_json
 from data.making.tokenizers import make_tokenizer
@@ -21,6 +20,7 @@ from data.making.writer import ShardWriter
 from data.prepare import Parser, run
 from data.shards import LAYOUTS
 from data.tokenizer import Tokenizer
+from kit.errors import UserError
 
 CHUNK = 1 << 20  # tokens or characters that are held at once
 
@@ -30,7 +30,7 @@ def convert(source: Path, name: str, spec: str | None = None, text: Path | None 
     """Write the dataset `name` from source/{train,val}.bin and return its folder.
 
     spec: the tokenizer; None is char where there is a text and no id beyond its alphabet, else
-    gpt2. text: None is source/input.txt, if it exists. DataError for other files, an id outside
+    gpt2. text: None is source/input.txt, if it exists. UserError for other files, an id outside
     the vocabulary, or another text.
     """
     if text is None and (source / "input.txt").is_file():
@@ -68,13 +68,13 @@ def convert(source: Path, name: str, spec: str | None = None, text: Path | None 
 def _check(file: Path) -> None:
     size = file.stat().st_size if file.is_file() else None
     if not size:
-        raise DataError(f"{file} is {'missing' if size is None else 'empty'}; give the folder with "
+        raise UserError(f"{file} is {'missing' if size is None else 'empty'}; give the folder with "
                         "nanoGPT's train.bin and val.bin")
     if size % 2:
-        raise DataError(f"{file} has {size:,} bytes, an odd number, so it is no uint16 tokens or "
+        raise UserError(f"{file} has {size:,} bytes, an odd number, so it is no uint16 tokens or "
                         "was cut; make or copy it again")
     if tuple(np.fromfile(file, "<i4", 2).tolist()) in LAYOUTS["tokens"]:
-        raise DataError(f"{file} has llm.c's header: it is a shard already; train on it as it is, "
+        raise UserError(f"{file} has llm.c's header: it is a shard already; train on it as it is, "
                         f"with --dataset={file.parent}")
 
 
@@ -103,14 +103,14 @@ def _separator_first(file: Path, eot: int | None) -> Iterator[np.ndarray]:
 
 
 def _scan(file: Path, made: Tokenizer) -> dict:
-    """The record of a file: source, sha256, documents, bytes (of text); DataError for a wrong id.
+    """The record of a file: source, sha256, documents, bytes (of text); UserError for a wrong id.
     """
     (n, *ends), done, digest = _size_and_ends(file), 0, sha256()
     counts = np.zeros(made.vocab_size, np.int64)
     for ids in _read(file, n):
         if ids.max() >= made.vocab_size:
             at = int(np.argmax(ids >= made.vocab_size))
-            raise DataError(f"{file}: token {done + at:,} has id {ids[at]}, but {made.spec} has "
+            raise UserError(f"{file}: token {done + at:,} has id {ids[at]}, but {made.spec} has "
                             f"{made.vocab_size:,} ids; give the --tokenizer that made the file")
         digest.update(ids)
         counts += np.bincount(ids, minlength=made.vocab_size)
@@ -129,13 +129,13 @@ def _characters(text: Path) -> Iterator[str]:
             while part := opened.read(CHUNK):
                 yield part
     except UnicodeDecodeError as error:
-        raise DataError(f"{text} is not UTF-8 ({error})") from None
+        raise UserError(f"{text} is not UTF-8 ({error})") from None
 
 
 def _tokenizer(source: Path, spec: str | None, text: Path | None) -> Tokenizer:
     if text is None:
         if spec == "char" or spec is None and (source / "meta.pkl").exists():
-            raise DataError(f"{source}: the characters are taken from the text, as meta.pkl is a "
+            raise UserError(f"{source}: the characters are taken from the text, as meta.pkl is a "
                             "pickle and never opened; give it with --text=input.txt")
         return make_tokenizer(spec or "gpt2")
     if spec is None:
@@ -146,7 +146,7 @@ def _tokenizer(source: Path, spec: str | None, text: Path | None) -> Tokenizer:
 
 
 def _compare(files: list[Path], made: Tokenizer, text: Path) -> None:
-    """DataError unless the tokens of the files, end to end, are the text."""
+    """UserError unless the tokens of the files, end to end, are the text."""
     parts, rest, done, special = _characters(text), b"", 0, set(made.special.values())
     for file in files:
         for ids in _read(file, file.stat().st_size // 2):
@@ -155,12 +155,12 @@ def _compare(files: list[Path], made: Tokenizer, text: Path) -> None:
                 rest += part.encode("utf-8")
             if not rest.startswith(got):
                 at = len(commonprefix([rest, got]))
-                raise DataError(f"{file} is not {text} in tokens of {made.spec}: from byte "
+                raise UserError(f"{file} is not {text} in tokens of {made.spec}: from byte "
                                 f"{done + at:,} on the text has {rest[at:at + 9]!r} and the tokens "
                                 f"{got[at:at + 9]!r}; give the --text and --tokenizer they are of")
             rest, done = rest[len(got):], done + len(got)
     if rest or next(parts, ""):
-        raise DataError(f"{text} goes on after the {done:,} bytes that the tokens have; give the "
+        raise UserError(f"{text} goes on after the {done:,} bytes that the tokens have; give the "
                         "--text they are of")
 
 

@@ -7,7 +7,6 @@
 from functools import partial
 from pathlib import Path
 
-from data import DataError
 from data.prepare import Parser, tell
 from kit.errors import run
 from kit.hf.importing import import_model, next_step
@@ -49,4 +48,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, (DataError,))
+    run(main)

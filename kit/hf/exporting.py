@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data import DataError, read_json
+from data import read_json
 from data.dataset import Dataset
 from data.instruct import CHAT_TEMPLATE
 from data.prepare import of_run
@@ -78,7 +78,7 @@ def refuse_other(folder: Path, overwrite: bool) -> None:
                         "not replaced; give another folder")
     try:
         ours = read_json(folder / "bonsai.json").get("format") == hf_tokenizer.BONSAI_FORMAT
-    except (DataError, OSError):
+    except (UserError, OSError):
         ours = False
     if not ours:
         raise UserError(f"{folder} has no bonsai.json of an export, so it is another's and not "

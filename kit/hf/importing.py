@@ -148,7 +148,7 @@ def import_model(name: str, out_dir: Path, spec: str | None = None, overwrite: b
                  say: Say = tell) -> Path:
     """Write the weights of a hub's name or of a folder as a checkpoint folder, and return it.
 
-    spec: the tokenizer, if the folder has none that can be read. UserError or DataError for what is
+    spec: the tokenizer, if the folder has none that can be read. UserError or UserError for what is
     missing or is not a GPT-2 that model.py computes, and if model.py is not a GPT-2 any more.
     """
     refuse_out_dir(out_dir, overwrite)

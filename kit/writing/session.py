@@ -76,7 +76,7 @@ class Session:
         text, self.lines = "\n".join([*self.lines, text]), []
         try:
             ids = self.encode(text)
-        except ValueError as e:  # of the tokenizer: a character that it does not know
+        except UserError as e:  # of the tokenizer: a character that it does not know
             self.say(str(e))
             return True
         if self.answered and not text:

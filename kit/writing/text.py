@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from kit.errors import UserError
 from kit.sampling import Sampler
 from kit.writing.window import steps
 from model import GPT
@@ -30,7 +31,7 @@ def start_ids(tokenizer: Tokenizer) -> list[int]:
         return [tokenizer.eot]
     try:
         return list(tokenizer.encode("\n"))
-    except ValueError:  # not even that
+    except UserError:  # not even that
         return [0]
 
 

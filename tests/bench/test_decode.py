@@ -26,7 +26,7 @@ from bench.decode.sides import (
 from bench.decode.start import seconds_to_byte
 from bench.decode.worker import ask, check_out, choose, measure
 from bench.nanogpt import NEEDED
-from data import DataError
+from kit.errors import UserError
 
 CLONE = Path(__file__).parents[2]
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 320, "block_size": 1024}
@@ -308,7 +308,7 @@ def test_other_ids_than_hugging_face_end_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(decode, "ask", answers)
     monkeypatch.setattr(decode.common, "in_new_process", lambda *args: (1, 1))
-    with pytest.raises(DataError, match="the same 1 ids and then different ones"):
+    with pytest.raises(UserError, match="the same 1 ids and then different ones"):
         decode.main(["--shape=1,1,32,64", "--parts=batch1", f"--out={tmp_path}"])
     assert not list(tmp_path.iterdir())
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import faults
 from bench.faults import Ended, Lost, ending
-from data import DataError
+from kit.errors import UserError
 
 CLONE = Path(__file__).parents[2]
 SABOTAGE = """
@@ -109,5 +109,5 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, tmp_path):
             faults.main([flag])
         assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1, flag
     monkeypatch.delattr(os, "fork")
-    with pytest.raises(DataError, match="Windows"):
+    with pytest.raises(UserError, match="Windows"):
         faults.main([])

@@ -14,9 +14,9 @@ import pytest
 from bench import train
 from bench.common import ProcessFailed, print_table, run_process
 from bench.nanogpt import NEEDED, NanoGPT, Trial, check_clone, read_times
-from data import DataError
 from data.dataset import Dataset
 from data.prepare import resolve
+from kit.errors import UserError
 from kit.evaluate import eval_batches
 
 CLONE = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_a_wrong_use_is_one_line(flag, word, tmp_path):
 
 def test_a_clone_that_lacks_a_file(clone):
     (clone / "configurator.py").unlink()
-    with pytest.raises(DataError, match="has no configurator.py"):
+    with pytest.raises(UserError, match="has no configurator.py"):
         check_clone(clone)
 
 

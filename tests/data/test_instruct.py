@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError
 from data.instruct import CHUNK, Samples, canonical, encode, has_form, question, text_of
 from data.making.tokenizers import make_tokenizer
 from data.making.writer import ShardWriter
 from data.shards import Shards, Split
+from kit.errors import UserError
 
 BYTE = make_tokenizer("byte")
 EOT = BYTE.eot
@@ -109,7 +109,7 @@ def test_without_a_target_there_is_no_sample(record):
 def test_a_malformed_record_has_a_reason(record, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         canonical(record)
-    assert "\n" not in str(caught.value) and not isinstance(caught.value, DataError)
+    assert "\n" not in str(caught.value) and not isinstance(caught.value, UserError)
     str(caught.value).encode("utf-8")  # it can be shown
 
 
@@ -185,7 +185,7 @@ def test_nothing_merges_across_a_border(gpt2_offline):
 
 
 def test_a_tokenizer_without_separator_is_refused():
-    with pytest.raises(DataError, match="--tokenizer=char has no separator.*byte, bpe:2048"):
+    with pytest.raises(UserError, match="--tokenizer=char has no separator.*byte, bpe:2048"):
         encode(canonical(chat("assistant: x")), make_tokenizer("char", ["x\nasitn"]))
 
 
@@ -234,7 +234,7 @@ def test_rows_are_samples_and_nothing_else(lengths, block_size, long, data):
             if quiet < min(n, block_size + 1) and (long == "truncate" or n <= block_size + 1)]
     assert samples.epoch_rows(block_size) == samples.fixed_windows(block_size) == len(fits)
     if not fits:
-        with pytest.raises(DataError):
+        with pytest.raises(UserError):
             samples.batch(0, 1, block_size, seed=0)
         return
     batches = [samples.batch(0, 2 * len(fits), block_size, seed=3),
@@ -366,7 +366,7 @@ def test_targets_are_found_across_the_chunks_of_a_scan(monkeypatch):
 def test_a_split_without_samples_is_refused_with_remedies(lengths, silent, long, message):
     samples = samples_of(lengths, silent, long)
     for refuse in (lambda: samples.require(8), lambda: samples.batch(0, 1, 8, seed=1)):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(UserError, match=message):
             refuse()
     assert samples.fixed_windows(8) == 0 and (samples.window(0, 2, 8)[1] == -1).all()
     assert "padding" not in samples.report(8, 2)
@@ -378,7 +378,7 @@ def test_a_split_without_samples_is_refused_with_remedies(lengths, silent, long,
     (9, [0, 5]), (11, [0, 5]), (10, [1, 5]), (10, [0, 5, 5]), (10, [0, 6, 5]), (10, [0, 10]),
     (10, [0, 12]), (10, [-1, 5]), (10, [])), ids=str)
 def test_tokens_mask_and_starts_must_fit(n_mask, starts):
-    with pytest.raises(DataError, match=r"train split's 10 tokens, mask of \d+ and starts of \d "
+    with pytest.raises(UserError, match=r"train split's 10 tokens, mask of \d+ and starts of \d "
                                         "samples do not fit together; prepare"):
         Samples("train", Memory(range(10)), Memory([1] * n_mask), np.array(starts, np.int64), 0)
 
@@ -391,5 +391,5 @@ def test_a_question_is_how_a_sample_begins():
     asked = question("how? <|endoftext|>", tokenizer)
     assert ids.tolist()[:len(asked)] == asked and mask[:len(asked)].sum() == 0
     assert mask[len(asked):].all()
-    with pytest.raises(DataError, match="no separator"):
+    with pytest.raises(UserError, match="no separator"):
         question("?", make_tokenizer("char", "?"))

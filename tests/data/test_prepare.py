@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, canonical_hash
+from data import canonical_hash
 from data import prepare as command
 from data.dataset import Dataset
 from data.making import build
@@ -27,6 +27,7 @@ from data.making.census import MIN_VAL_BYTES, MIN_VAL_SHARE, Rule, divide, place
 from data.making.folder import replacing
 from data.making.sources import Piece
 from data.prepare import KNOWN, Recipe, resolve, stem
+from kit.errors import UserError
 
 CLONE = Path(__file__).parents[2]
 SHAKESPEARE = CLONE.parent / "shared/data/tinyshakespeare.txt"
@@ -141,13 +142,13 @@ def test_twins_are_never_on_both_sides(tmp_path):
         (tmp_path / name).write_text("same", encoding="utf-8")
     dataset = Dataset(prepare([str(tmp_path)], "twins", "byte", say=quiet))
     assert (dataset.train.n_tokens, dataset.val.n_tokens) == (10, 0)
-    with pytest.raises(DataError, match="val split has 0 tokens"):
+    with pytest.raises(UserError, match="val split has 0 tokens"):
         dataset.val.require(4)
 
 
 @pytest.mark.parametrize("fraction", (-0.1, 1, float("nan")))
 def test_a_senseless_fraction_is_refused(folder, fraction):
-    with pytest.raises(DataError, match="val_fraction"):
+    with pytest.raises(UserError, match="val_fraction"):
         prepare([folder], "x", "byte", val_fraction=fraction, say=quiet)
 
 
@@ -205,7 +206,7 @@ def test_the_same_text_gives_the_same_folder_to_the_byte(folder, tmp_path, monke
 def test_a_replacement_character_is_asked_for(tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes("café".encode("latin-1") * 10)
-    with pytest.raises(DataError, match="not UTF-8"):
+    with pytest.raises(UserError, match="not UTF-8"):
         prepare([str(path)], "x", "char", say=quiet)
     dataset = Dataset(prepare([str(path)], "x", "char", errors="replace", say=quiet))
     assert "\ufffd" in dataset.tokenizer.alphabet
@@ -214,10 +215,10 @@ def test_a_replacement_character_is_asked_for(tmp_path):
 def test_half_a_pair_of_utf_16_is_refused_or_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "half \\ud800", "completion": "a"}\n')
-    with pytest.raises(DataError, match="line 1 has a lone surrogate.*--errors=replace"):
+    with pytest.raises(UserError, match="line 1 has a lone surrogate.*--errors=replace"):
         prepare([str(path)], "x", "byte", say=quiet)
     path.write_text('{"text": "fine"}\n{"text": "half \\ud800"}\n')
-    with pytest.raises(DataError, match="line 2 has a lone surrogate.*--errors=replace"):
+    with pytest.raises(UserError, match="line 2 has a lone surrogate.*--errors=replace"):
         prepare([str(path)], "x", "byte", say=quiet)
     dataset = Dataset(prepare([str(path)], "x", "byte", errors="replace", say=quiet))
     assert dataset.meta["sources"][0]["bytes"] == len("finehalf \ufffd".encode())
@@ -240,7 +241,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 
 def test_no_text_at_all_is_refused(tmp_path, data_folder):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"no text in .*empty\.txt \(skipped: 1 empty and 0"):
+    with pytest.raises(UserError, match=r"no text in .*empty\.txt \(skipped: 1 empty and 0"):
         prepare([str(tmp_path / "empty.txt")], "x", "byte", say=quiet)
     assert visible(data_folder) == []
 
@@ -248,7 +249,7 @@ def test_no_text_at_all_is_refused(tmp_path, data_folder):
 @pytest.mark.parametrize("name", ("", ".", "..", ".x", "a/b", "a\\b", "-x", "x.", "a b", "é", "a\n",
                                   "x" * 101))
 def test_a_name_that_is_no_folder_name_is_refused(text, name):
-    with pytest.raises(DataError, match="expected up to 100 letters"):
+    with pytest.raises(UserError, match="expected up to 100 letters"):
         prepare([text], name, "byte", say=quiet)
 
 
@@ -256,10 +257,10 @@ def test_only_the_same_dataset_is_replaced(text, data_folder):
     say: list[str] = []
     prepare([text], "mine", "byte", say=say.append)
     prepare([text], "mine", "byte", say=say.append)
-    with pytest.raises(DataError, match="with another tokenizer \\(byte, now char\\).*--overwrite"):
+    with pytest.raises(UserError, match="with another tokenizer \\(byte, now char\\).*--overwrite"):
         prepare([text], "mine", "char", say=quiet)
     Path(text).write_text("other text", encoding="utf-8")
-    with pytest.raises(DataError, match="made from other text.*--overwrite"):
+    with pytest.raises(UserError, match="made from other text.*--overwrite"):
         prepare([text], "mine", "byte", say=quiet)
     assert Dataset(data_folder / "mine").meta["sources"][0]["bytes"] == 40 * 29
     prepare([text], "mine", "char", overwrite=True, say=quiet)
@@ -269,7 +270,7 @@ def test_only_the_same_dataset_is_replaced(text, data_folder):
 
 def test_what_is_no_dataset_is_never_replaced(text, data_folder):
     (data_folder / "photos").mkdir(parents=True)
-    with pytest.raises(DataError, match="photos exists and is no dataset"):
+    with pytest.raises(UserError, match="photos exists and is no dataset"):
         prepare([text], "photos", "byte", overwrite=True, say=quiet)
 
 
@@ -302,7 +303,7 @@ def test_a_source_that_changes_meanwhile_is_named(folder, data_folder, monkeypat
         return divide(*args)
 
     monkeypatch.setattr(build, "divide", edit_then_divide)
-    with pytest.raises(DataError, match=f"{named}.* changed while the sources"):
+    with pytest.raises(UserError, match=f"{named}.* changed while the sources"):
         prepare([folder], "texts", spec, say=quiet)
     assert visible(data_folder) == []
 
@@ -315,9 +316,9 @@ def test_a_prepared_name_is_taken(text, data_folder):
     assert resolve("mine", say=quiet) == made == data_folder / "mine"
     assert resolve("mine", "byte", say=quiet) == made
     assert resolve(str(made / "tokenizer.json").replace("tokenizer.json", ""), say=quiet) == made
-    with pytest.raises(DataError, match="--tokenizer=byte, not char; drop --tokenizer, or make an"):
+    with pytest.raises(UserError, match="--tokenizer=byte, not char; drop --tokenizer, or make an"):
         resolve("mine", "char", say=quiet)
-    with pytest.raises(DataError, match="--tokenizer=byte, not char"):
+    with pytest.raises(UserError, match="--tokenizer=byte, not char"):
         resolve(str(made), "char", say=quiet)
 
 
@@ -364,7 +365,7 @@ def test_the_user_s_text_may_bring_a_tokenizer(text, folder):
     assert Dataset(made).tokenizer.hash == Dataset(tokenizer.parent).tokenizer.hash
     assert resolve(made.name, str(tokenizer), say=pytest.fail) == made
     other = resolve(text, "byte", say=quiet) / "tokenizer.json"
-    with pytest.raises(DataError, match="drop --tokenizer"):
+    with pytest.raises(UserError, match="drop --tokenizer"):
         resolve(made.name, str(other), say=quiet)
 
 
@@ -388,7 +389,7 @@ def test_a_folder_of_shards_is_taken_as_it_is(tmp_path):
 def test_an_unknown_name_gets_the_nearest(text, name, near):
     prepare([text], "mine", "byte", say=quiet)
     hint = f"did you mean {near}" if near else "none of the names fineweb_edu_10b, mine"
-    with pytest.raises(DataError, match=f"--dataset={name} is no file.*{hint}"):
+    with pytest.raises(UserError, match=f"--dataset={name} is no file.*{hint}"):
         resolve(name, say=quiet)
 
 
@@ -521,7 +522,7 @@ def test_help_shows_every_default(capsys):
 def test_the_room_stands_alone():
     """Without torch, and without loading what only some tokenizers need."""
     code = ("import sys, data.prepare, data.dataset; heavy = {'torch', 'tiktoken', 'tokenizers', "
-            "'model', 'kit'}; print(sorted(heavy & set(sys.modules)))")
+            "'model', 'kit.files', 'data.making'}; print(sorted(heavy & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CLONE,
                           check=True)
     assert done.stdout.strip() == "[]"
@@ -539,7 +540,7 @@ def test_a_dataset_json_broken_by_hand_is_named(splits, tmp_path):
     folder = prepare([str(tmp_path / "a.txt")], "broken", "byte", say=lambda text: None)
     meta = json.loads((folder / "dataset.json").read_text())
     (folder / "dataset.json").write_text(json.dumps(meta | {"splits": splits}))
-    with pytest.raises(DataError, match="dataset.json is broken"):
+    with pytest.raises(UserError, match="dataset.json is broken"):
         Dataset(folder)
 
 
@@ -570,8 +571,8 @@ def test_a_worker_s_error_names_the_document(folder, data_folder, monkeypatch, w
             return np.frombuffer(text.encode(), np.uint8)
         monkeypatch.setattr("data.tokenizer.ByteTokenizer.encode_array", encode_array)
 
-    fail(DataError("cannot be encoded"))
-    with pytest.raises(DataError, match=r"23\.txt: cannot be encoded"):
+    fail(UserError("cannot be encoded"))
+    with pytest.raises(UserError, match=r"23\.txt: cannot be encoded"):
         prepare([folder], "x", "byte", workers=workers, say=quiet)
     fail(ZeroDivisionError("by us"))
     with pytest.raises(RuntimeError, match=r"23\.txt: by us") as caught:
@@ -589,18 +590,18 @@ def test_an_error_stops_the_workers_at_once(tmp_path, monkeypatch):
     def encode(job, tokenizer):
         begun.append(job)
         time.sleep(0.01)
-        raise DataError("no")
+        raise UserError("no")
 
     monkeypatch.setattr(build, "JOB", 1)
     monkeypatch.setattr(build, "encode", encode)
-    with pytest.raises(DataError):
+    with pytest.raises(UserError):
         prepare([str(tmp_path)], "x", "byte", workers=2, say=quiet)
     assert len(begun) < 10
 
 
 @pytest.mark.parametrize("workers", (-1, 100_000))
 def test_a_senseless_number_of_workers_is_refused(text, workers):
-    with pytest.raises(DataError, match=f"--workers={workers}: expected 0 to"):
+    with pytest.raises(UserError, match=f"--workers={workers}: expected 0 to"):
         prepare([text], "x", "byte", workers=workers, say=quiet)
 
 
@@ -742,9 +743,9 @@ def test_instruction_data_is_prepared_with_its_mask(chat, monkeypatch):
 
 
 def test_instruction_data_needs_a_separator_and_stands_alone(chat, text):
-    with pytest.raises(DataError, match="--tokenizer=char has no separator, which instruction"):
+    with pytest.raises(UserError, match="--tokenizer=char has no separator, which instruction"):
         prepare([chat], "x", "char", say=quiet)
-    with pytest.raises(DataError, match="both plain text and instruction samples"):
+    with pytest.raises(UserError, match="both plain text and instruction samples"):
         prepare([chat, text], "x", "byte", say=quiet)
 
 
@@ -764,12 +765,12 @@ def test_rows_may_be_aligned_to_documents(folder):
 
 
 def test_without_separators_nothing_can_be_aligned(text, chat):
-    with pytest.raises(DataError, match="--tokenizer=char has no separator, which --align"):
+    with pytest.raises(UserError, match="--tokenizer=char has no separator, which --align"):
         prepare([text], "x", "char", align="document", say=quiet)
     plain = prepare([text], "char", "char", say=quiet)
-    with pytest.raises(DataError, match="--align=document: .* without separators"):
+    with pytest.raises(UserError, match="--align=document: .* without separators"):
         Dataset(plain, align="document")
-    with pytest.raises(DataError, match="--align=document: .* instruction data"):
+    with pytest.raises(UserError, match="--align=document: .* instruction data"):
         Dataset(prepare([chat], "chat", "byte", say=quiet), align="document")
 
 
@@ -781,7 +782,7 @@ def test_verify_reads_every_byte(chat, folder, name):
         raw = path.read_bytes()
         at = len(raw) - 8  # of the last tokens, and another one that there is, or a start
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1:])
-        with pytest.raises(DataError, match=f"{path.name} has SHA-256 .* dataset.json says"):
+        with pytest.raises(UserError, match=f"{path.name} has SHA-256 .* dataset.json says"):
             Dataset(made, verify=True)
         path.write_bytes(raw)
 
@@ -818,13 +819,13 @@ def test_what_is_held_out_of_a_single_text_can_be_chosen(text):
 def test_another_split_or_alignment_is_no_silent_replacement(folder, option, words):
     """A run that goes on would have held-out documents among those it trains on."""
     prepare([folder], "mine", "byte", say=quiet)
-    with pytest.raises(DataError, match=f"mine was made {words}.*; choose"):
+    with pytest.raises(UserError, match=f"mine was made {words}.*; choose"):
         prepare([folder], "mine", **{"tokenizer": "byte", **option}, say=quiet)
     prepare([folder], "mine", **{"tokenizer": "byte", **option}, overwrite=True, say=quiet)
 
 
 def test_alignment_is_refused_before_a_set_of_samples_is_written(chat, data_folder):
-    with pytest.raises(DataError, match="--align=document is for texts"):
+    with pytest.raises(UserError, match="--align=document is for texts"):
         prepare([chat], "chat", "byte", align="document", say=quiet)
     assert visible(data_folder) == []
 
@@ -836,14 +837,14 @@ def test_a_single_sample_is_said_to_be_too_few(tmp_path):
     dataset = Dataset(prepare([str(path)], "one", "byte", say=said.append))
     assert dataset.meta["val_below"] == "0" * 16 and dataset.val.n_tokens == 0
     assert any(line.startswith("val is empty") for line in said)
-    with pytest.raises(DataError, match="none of the val split's 0 samples"):
+    with pytest.raises(UserError, match="none of the val split's 0 samples"):
         dataset.val.require(8)
 
 
 def test_samples_that_nobody_answers_are_explained(tmp_path):
     path = tmp_path / "bot.jsonl"
     path.write_text('{"messages": [{"role": "Bot", "content": "hello"}]}\n' * 3)
-    with pytest.raises(DataError, match="3 samples without a target, which is what the role `ass"):
+    with pytest.raises(UserError, match="3 samples without a target, which is what the role `ass"):
         prepare([str(path)], "x", "byte", say=quiet)
 
 
@@ -882,7 +883,7 @@ def test_a_dataset_json_of_another_shape_is_named(text, edit, where):
     made = prepare([text], "mine", "byte", say=quiet)
     meta = json.loads((made / "dataset.json").read_text())
     (made / "dataset.json").write_text(json.dumps(meta | edit))
-    with pytest.raises(DataError, match=where):
+    with pytest.raises(UserError, match=where):
         Dataset(made)
 
 
@@ -891,7 +892,7 @@ def test_a_dataset_json_without_its_threshold_is_named(text):
     meta = json.loads((made / "dataset.json").read_text())
     del meta["val_below"]
     (made / "dataset.json").write_text(json.dumps(meta))
-    with pytest.raises(DataError, match="broken at val_below"):
+    with pytest.raises(UserError, match="broken at val_below"):
         Dataset(made)
 
 
@@ -901,19 +902,19 @@ def test_a_dataset_names_no_file_of_another_folder(text, name):
     meta = json.loads((made / "dataset.json").read_text())
     meta["splits"]["train"]["shards"][0]["file"] = name
     (made / "dataset.json").write_text(json.dumps(meta))
-    with pytest.raises(DataError, match="no file of this folder|is missing|no token shard"):
+    with pytest.raises(UserError, match="no file of this folder|is missing|no token shard"):
         Dataset(made)
 
 
 def test_one_file_of_tokens_is_no_text(text):
     made = prepare([text], "mine", "byte", say=quiet)
-    with pytest.raises(DataError, match="is one file of tokens; give the folder"):
+    with pytest.raises(UserError, match="is one file of tokens; give the folder"):
         resolve(str(made / "train_000000.bin"), say=quiet)
-    with pytest.raises(DataError, match="train_000000.bin is not read as it is"):
+    with pytest.raises(UserError, match="train_000000.bin is not read as it is"):
         prepare([str(made / "train_000000.bin")], "x", "byte", say=quiet)
     for other in ("train_000000.bin", "dataset.json"):
         (made / other).unlink()
-    with pytest.raises(DataError, match="neither dataset.json nor train shards"):
+    with pytest.raises(UserError, match="neither dataset.json nor train shards"):
         Dataset(resolve(str(made), say=quiet))
 
 
@@ -945,7 +946,7 @@ def test_a_disk_that_fills_up_at_any_write_leaves_no_torn_set(tmp_path, data_fol
 def test_a_vocabulary_learned_from_other_text_is_not_said_to_be_another_one(folder):
     prepare([folder], "mine", "bpe:300", say=quiet)
     (Path(folder) / "new.txt").write_text("a new note " * 30, encoding="utf-8")
-    with pytest.raises(DataError, match="mine was made from other text; choose"):
+    with pytest.raises(UserError, match="mine was made from other text; choose"):
         prepare([folder], "mine", "bpe:300", say=quiet)
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError
 from data.dataset import Dataset
 from data.making.build import prepare
 from data.making.writer import ShardWriter
 from data.order import permute, window_starts
 from data.shards import Split
+from kit.errors import UserError
 
 
 def split_of(folder, tokens, shard_tokens=100, vocab_size=50_000, name="train") -> Split:
@@ -63,7 +63,7 @@ def test_shards_fill_up_in_turn(tmp_path):
     for ids in ([1, 2, 3], [], [4, 5, 6, 7, 8, 9, 10], [11]):
         writer.write(np.array(ids, dtype=np.int64))
     assert [s["file"] for s in writer.shards] == ["val_000000.bin", "val_000001.bin"]
-    with pytest.raises(DataError, match=r"val_000002\.bin is no token shard"):  # not complete
+    with pytest.raises(UserError, match=r"val_000002\.bin is no token shard"):  # not complete
         Split("val", [tmp_path / "val_000002.bin"], 256)
     writer.finish()
     assert [s["tokens"] for s in writer.shards] == [4, 4, 3]
@@ -103,12 +103,12 @@ def test_a_damaged_shard_is_named(tmp_path, damage, message):
     split_of(tmp_path, range(15), shard_tokens=5)
     path = tmp_path / "train_000001.bin"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=rf"train_000001\.bin is {message}"):
+    with pytest.raises(UserError, match=rf"train_000001\.bin is {message}"):
         Split("train", sorted(tmp_path.iterdir()), 256)
 
 
 def test_a_missing_shard_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"train_000007\.bin is missing"):
+    with pytest.raises(UserError, match=r"train_000007\.bin is missing"):
         Split("train", [tmp_path / "train_000007.bin"], 256)
 
 
@@ -125,7 +125,7 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path, position):
     tokens[position] = 120
     shard, within = divmod(position, 100_000)
     message = rf"train_00000{shard}\.bin: token {within} has id 120, .* 65 ids"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         split_of(tmp_path, tokens, shard_tokens=100_000, vocab_size=65)
 
 
@@ -133,10 +133,10 @@ def test_an_id_that_the_sample_missed_is_named_when_read(tmp_path):
     tokens = np.zeros(200_000, dtype=np.int64)
     tokens[4097] = 120  # between the first two chunks that opening looks at
     split = split_of(tmp_path, tokens, shard_tokens=10**6, vocab_size=65)
-    with pytest.raises(DataError, match="token 4097 has id 120"):
+    with pytest.raises(UserError, match="token 4097 has id 120"):
         for first in range(0, windows_per_epoch(split, 64), 100):
             split.rows(first, 100, 64, seed=1)
-    with pytest.raises(DataError, match="token 4097 has id 120"):
+    with pytest.raises(UserError, match="token 4097 has id 120"):
         split.window(0, 100, 64)
 
 
@@ -144,7 +144,7 @@ def test_a_shard_cut_while_in_use_is_named(tmp_path):
     split = split_of(tmp_path, range(100))
     with open(tmp_path / "train_000000.bin", "r+b") as file:
         file.truncate(1100)
-    with pytest.raises(DataError, match="cut while in use"):
+    with pytest.raises(UserError, match="cut while in use"):
         split.read(0, 100)
 
 
@@ -152,7 +152,7 @@ def test_a_short_split_is_refused_with_remedies(counting):
     split = counting(16)
     message = r"train split has 16 tokens.*--block_size=16 needs 17; set a smaller.*more text"
     for refuse in (lambda: split.require(16), lambda: split.rows(0, 1, 16, seed=1)):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(UserError, match=message):
             refuse()
     split.require(15)
     assert sorted(split.rows(0, 1, 15, seed=1)[0]) == list(range(16))
@@ -309,13 +309,13 @@ def test_a_foreign_tokenizer_is_refused(prepared, tmp_path):
     (tmp_path / "other.txt").write_text("colourless green ideas" * 9, encoding="utf-8")
     other = prepare([str(tmp_path / "other.txt")], "other", "bpe:270", say=lambda line: None)
     (other / "tokenizer.json").replace(prepared / "tokenizer.json")
-    with pytest.raises(DataError, match="not the tokenizer that made"):
+    with pytest.raises(UserError, match="not the tokenizer that made"):
         Dataset(prepared)
 
 
 def test_a_foreign_shard_is_refused(prepared):
     split_of(prepared, [1, 2, 3], vocab_size=270)
-    with pytest.raises(DataError, match=r"train shards hold 3 tokens, but dataset\.json says"):
+    with pytest.raises(UserError, match=r"train shards hold 3 tokens, but dataset\.json says"):
         Dataset(prepared)
 
 
@@ -324,16 +324,16 @@ def test_a_foreign_shard_is_refused(prepared):
 def test_a_broken_description_is_refused(prepared, change):
     meta = json.loads((prepared / "dataset.json").read_text(encoding="utf-8")) | change
     (prepared / "dataset.json").write_text(json.dumps(meta), encoding="utf-8")
-    with pytest.raises(DataError, match="prepare the dataset again"):
+    with pytest.raises(UserError, match="prepare the dataset again"):
         Dataset(prepared)
 
 
 def test_a_missing_tokenizer_or_shard_is_named(prepared):
     (prepared / "val_000000.bin").unlink()
-    with pytest.raises(DataError, match=r"val_000000\.bin is missing"):
+    with pytest.raises(UserError, match=r"val_000000\.bin is missing"):
         Dataset(prepared)
     (prepared / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.json is missing"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
         Dataset(prepared)
 
 
@@ -346,16 +346,16 @@ def test_published_shards_work_as_they_are(tmp_path, gpt2_offline):
     assert dataset.tokenizer.decode(dataset.val.read(1, 2)) == "hello world"
     (tmp_path / "fineweb_train_000002.bin").rename(tmp_path / "train_evaluation.bin")
     assert Dataset(tmp_path).train.n_tokens == 6 and Dataset(tmp_path).val.n_tokens == 3
-    with pytest.raises(DataError, match="has id 50256"):
+    with pytest.raises(UserError, match="has id 50256"):
         Dataset(tmp_path, "byte")
-    with pytest.raises(DataError, match="has id 50256"):
+    with pytest.raises(UserError, match="has id 50256"):
         Dataset(tmp_path, "bpe:2048")
     (tmp_path / "fineweb_val_000000.bin").unlink()
-    with pytest.raises(DataError, match="nor val shards"):
+    with pytest.raises(UserError, match="nor val shards"):
         Dataset(tmp_path)
 
 
 def test_a_folder_without_shards_is_refused_at_once(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(DataError, match=r"neither dataset\.json nor train shards"):
+        with pytest.raises(UserError, match=r"neither dataset\.json nor train shards"):
             Dataset(folder)

@@ -15,10 +15,11 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, canonical_hash, read_json, tokenizer
+from data import canonical_hash, read_json, tokenizer
 from data.making.tokenizers import identity, make_tokenizer
 from data.making.vocabulary import GPT2_PATTERN
 from data.tokenizer import BPETokenizer, CharTokenizer, from_json
+from kit.errors import UserError
 
 CLONE = Path(__file__).parents[2]
 LESSON = ["the cat sat on the mat, the cat's hat\n", "😀 ça va, 你好 你好 <|endoftext|>\r\n\0"] * 4
@@ -97,7 +98,7 @@ def test_an_array_holds_the_same_ids_in_few_bytes(tokenizers, spec):
 @pytest.mark.parametrize("spec", EVERY_KIND)
 @pytest.mark.parametrize("half", ("\ud83d", "\ude00", "\udc80"), ids=ascii)
 def test_a_lone_surrogate_is_refused_with_its_position(tokenizers, spec, half):
-    with pytest.raises(DataError, match=re.escape(f"{half!r} at position 3 is no text")):
+    with pytest.raises(UserError, match=re.escape(f"{half!r} at position 3 is no text")):
         tokenizers[spec].encode(f"the{half} cat")
 
 
@@ -110,7 +111,7 @@ def test_half_a_character_becomes_a_replacement_character(tokenizers):
 def test_an_id_outside_the_vocabulary_is_named(tokenizers, spec):
     size = tokenizers[spec].vocab_size
     for id in (size, -1):
-        with pytest.raises(DataError, match=rf"{id} .*{size} ids"):
+        with pytest.raises(UserError, match=rf"{id} .*{size} ids"):
             tokenizers[spec].decode([id])
 
 
@@ -166,15 +167,15 @@ def test_char_ids_follow_code_points():
 
 def test_char_names_an_unseen_character(tokenizers):
     char = tokenizers["char"]
-    with pytest.raises(DataError, match=rf"'ß' at position 4 .*{char.vocab_size}"):
+    with pytest.raises(UserError, match=rf"'ß' at position 4 .*{char.vocab_size}"):
         char.encode("the ß")
-    with pytest.raises(DataError, match=r"'🧠' at position 0"):  # beyond the last of the alphabet
+    with pytest.raises(UserError, match=r"'🧠' at position 0"):  # beyond the last of the alphabet
         char.encode("🧠")
     assert char.decode(char.encode("thße🧠", unknown="skip")) == "the"
 
 
 def test_char_needs_a_character():
-    with pytest.raises(DataError, match="at least one character"):
+    with pytest.raises(UserError, match="at least one character"):
         make_tokenizer("char", [""])
 
 
@@ -195,7 +196,7 @@ def test_bpe_size_counts_the_separator():
 
 @pytest.mark.parametrize("size", (0, 256, 1_000_001))
 def test_bpe_refuses_senseless_sizes(size):
-    with pytest.raises(DataError, match="257"):
+    with pytest.raises(UserError, match="257"):
         make_tokenizer(f"bpe:{size}", LESSON)
 
 
@@ -261,7 +262,7 @@ def test_what_stops_tiktoken_is_one_line(tokenizers, monkeypatch, error):
 
     broken = copy.copy(tokenizers["gpt2"])
     monkeypatch.setattr(broken, "_engine", Engine)
-    with pytest.raises(DataError, match=r"gives up on a text of 3 characters \(stack overflow\)"):
+    with pytest.raises(UserError, match=r"gives up on a text of 3 characters \(stack overflow\)"):
         broken.encode("cat")
 
 
@@ -283,7 +284,7 @@ def test_ctrl_c_is_no_panic(tokenizers, monkeypatch):
     ("gpt3", "gpt2"), ("chars", "char"), ("bpe2048", "bpe:2048")))
 def test_an_unknown_name_lists_what_there_is(spec, near):
     message = rf"{spec} is none of byte, char, bpe:N.*gpt2.*did you mean {near}\?"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         make_tokenizer(spec)
 
 
@@ -334,15 +335,15 @@ def test_extras_add_kinds(plugin):
     assert letters.encode("cab") == [2, 0, 1]
     assert from_json(letters.to_json()).encode("cab") == [2, 0, 1]
     assert identity("letters:abc") == letters.hash
-    with pytest.raises(DataError, match=r"char, bpe, letters; add the extras/gone\.py that wrote"):
+    with pytest.raises(UserError, match=r"char, bpe, letters; add the extras/gone\.py that wrote"):
         from_json(letters.to_json() | {"kind": "gone"})
 
 
 @pytest.mark.parametrize("name", ("os", "not-a-name", "../letters", "letters.x", "Letters", ""))
 def test_nothing_else_is_imported(plugin, name):
-    with pytest.raises(DataError, match="none of byte, char, bpe:N.* letters:"):
+    with pytest.raises(UserError, match="none of byte, char, bpe:N.* letters:"):
         make_tokenizer(f"{name}:abc")
-    with pytest.raises(DataError, match="none of byte, char, bpe, letters"):
+    with pytest.raises(UserError, match="none of byte, char, bpe, letters"):
         from_json({"format": 1, "kind": name})
     assert "extras.os" not in sys.modules
 
@@ -374,10 +375,10 @@ def test_tampered_json_is_refused(tokenizers, spec):
     for key in good:
         for bad in ({k: v for k, v in good.items() if k != key}, good | {key: None if good[key]
                     is not None else 7}, good | {key: [good[key]]}):
-            with pytest.raises(DataError):
+            with pytest.raises(UserError):
                 from_json(bad)
             if key not in ("hash", "spec"):
-                with pytest.raises(DataError):
+                with pytest.raises(UserError):
                     from_json(reforged(bad))
 
 
@@ -385,7 +386,7 @@ def test_a_swapped_pair_of_ids_is_refused(tokenizers):
     bad = tokenizers["bpe:300"].to_json()
     bad["tokens"] = [*bad["tokens"][:260], bad["tokens"][261], bad["tokens"][260],
                      *bad["tokens"][262:]]
-    with pytest.raises(DataError, match="hash"):
+    with pytest.raises(UserError, match="hash"):
         from_json(bad)
 
 
@@ -395,20 +396,20 @@ def test_a_swapped_pair_of_ids_is_refused(tokenizers):
 def test_forged_json_is_refused_though_its_hash_fits(tokenizers, changes):
     good = tokenizers["bpe:300"].to_json()
     assert from_json(reforged(good)).hash == tokenizers["bpe:300"].hash
-    with pytest.raises(DataError, match="broken tokenizer JSON|expected 1; restore the file"):
+    with pytest.raises(UserError, match="broken tokenizer JSON|expected 1; restore the file"):
         from_json(reforged(good, **changes))
 
 
 def test_a_newer_format_is_told_from_a_broken_one(tokenizers):
     good = tokenizers["byte"].to_json()
-    with pytest.raises(DataError, match="format 2, expected 1; a newer version wrote it, update"):
+    with pytest.raises(UserError, match="format 2, expected 1; a newer version wrote it, update"):
         from_json(good | {"format": 2})
-    with pytest.raises(DataError, match="format '2', expected 1; restore the file"):
+    with pytest.raises(UserError, match="format '2', expected 1; restore the file"):
         from_json(good | {"format": "2"})
 
 
 def test_a_kind_from_elsewhere_is_named(tokenizers):
-    with pytest.raises(DataError, match="kind 'pickle' is none of byte, char, bpe"):
+    with pytest.raises(UserError, match="kind 'pickle' is none of byte, char, bpe"):
         from_json(tokenizers["byte"].to_json() | {"kind": "pickle"})
 
 
@@ -440,13 +441,13 @@ def test_files_of_format_1_stay_loadable(value, text, ids):
 def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         make_tokenizer(str(path))
 
 
 @pytest.mark.parametrize("value", (None, [], "x", {}, {"format": 1}), ids=str)
 def test_json_that_is_no_tokenizer_is_refused(value):
-    with pytest.raises(DataError, match="broken"):
+    with pytest.raises(UserError, match="broken"):
         from_json(value)
 
 
@@ -460,5 +461,5 @@ def test_a_special_id_is_none_of_a_token(id):
     """However well the hash fits: else a text could forge it."""
     value = {k: v for k, v in make_tokenizer("bpe:257", ["ab"]).to_json().items() if k != "hash"}
     value |= {"special": {"<|endoftext|>": id}, "eot": id}
-    with pytest.raises(DataError, match="a special id is that of a token, or none"):
+    with pytest.raises(UserError, match="a special id is that of a token, or none"):
         from_json(value | {"hash": canonical_hash(value)})

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, data_root, prepare
+from data import data_root, prepare
 from data.dataset import Dataset
 from data.making.tokenizers import identity, make_tokenizer
 from data.tokenizer import from_json
 from extras import bytepiece as ours
+from kit.errors import UserError
 
 PIECES = {b"th": 90, b"the": 60, b" the": 50, b" c": 20, b"at": 70, b" cat": 30, b" s": 12,
           b" sat": 9, "你".encode(): 5, "é".encode(): 8, b"\xf0\x9f\x98": 4, b"<|endoftext|>": 3}
@@ -108,7 +109,7 @@ def test_it_is_like_every_other_tokenizer(tokenizer, file):
     assert identity(f"bytepiece:{file}") == tokenizer.hash
     again = from_json(json.loads(json.dumps(tokenizer.to_json())))
     assert again.hash == tokenizer.hash and again.encode(" the cat") == tokenizer.encode(" the cat")
-    with pytest.raises(DataError, match="lone surrogate .* position 1"):
+    with pytest.raises(UserError, match="lone surrogate .* position 1"):
         tokenizer.encode("a\ud83d")
 
 
@@ -135,7 +136,7 @@ def test_a_line_without_end_takes_no_time(file):
 
 def test_without_the_package_a_line_says_how_to_get_it(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "bytepiece", None)
-    with pytest.raises(DataError, match=r"needs its package .*: AHOCORASICK_BYTES=1 pip") as e:
+    with pytest.raises(UserError, match=r"needs its package .*: AHOCORASICK_BYTES=1 pip") as e:
         make_tokenizer(f"bytepiece:{file}")
     assert "\n" not in str(e.value)
 
@@ -145,7 +146,7 @@ def test_an_automaton_for_str_is_no_use_either(file, monkeypatch):
         raise TypeError("string expected")
 
     monkeypatch.setitem(sys.modules, "bytepiece", types.SimpleNamespace(Tokenizer=unicode_only))
-    with pytest.raises(DataError, match=r"needs its package \(string expected\): AHOCORASICK"):
+    with pytest.raises(UserError, match=r"needs its package \(string expected\): AHOCORASICK"):
         make_tokenizer(f"bytepiece:{file}")
 
 
@@ -154,7 +155,7 @@ def test_a_checkpoint_speaks_without_the_package(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "bytepiece", None)
     again = from_json(written)
     assert again.decode(ids) == "the cat é"
-    with pytest.raises(DataError, match="needs its package"):
+    with pytest.raises(UserError, match="needs its package"):
         again.encode("the")
 
 
@@ -171,19 +172,19 @@ def broken(**changes) -> dict:
 def test_what_is_no_model_is_named(tmp_path, content):
     path = tmp_path / "other.model"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=r"other\.model is no BytePiece model \("):
+    with pytest.raises(UserError, match=r"other\.model is no BytePiece model \("):
         make_tokenizer(f"bytepiece:{path}")
 
 
 def test_a_model_that_is_not_there_is_named():
     for argument in ("", "gone.model"):
-        with pytest.raises(DataError, match=rf"no file '{argument}'; expected bytepiece:MODEL_F"):
+        with pytest.raises(UserError, match=rf"no file '{argument}'; expected bytepiece:MODEL_F"):
             make_tokenizer(f"bytepiece:{argument}")
 
 
 def test_a_tampered_model_is_refused(tokenizer):
     for change in {"model": model({b"xy": 1})}, {"model": 7}, {"eot": 5}, {"vocab_size": 9}:
-        with pytest.raises(DataError, match="broken tokenizer JSON"):
+        with pytest.raises(UserError, match="broken tokenizer JSON"):
             from_json(tokenizer.to_json() | change)
 
 

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from data import DataError
 from data.dataset import Dataset
 from data.making.build import prepare
 from data.prepare import resolve
 from data.tokenizer import ByteTokenizer
+from kit.errors import UserError
 from kit.errors import run as cli
 from kit.evaluate import eval_batches, evaluate, spell_loss
 from kit.measure import added_in_double, evaluate_split, main, spread
@@ -273,7 +273,7 @@ def refused(capsys, *argv: str) -> str:
     """The one line of a mistake, through the exit that the command has."""
     with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["evaluate.py", *argv])
-        cli(main, (DataError,))
+        cli(main, (UserError,))
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "Traceback" not in "".join(lines)
     return lines[-1]
@@ -406,7 +406,7 @@ def test_ctrl_c_leaves_with_130(about, capsys, monkeypatch):
     monkeypatch.setattr(GPT, "hidden", interrupted)
     monkeypatch.setattr("sys.argv", ["evaluate.py"])
     with pytest.raises(SystemExit) as stop:
-        cli(main, (DataError,))
+        cli(main, (UserError,))
     assert stop.value.code == 130
 
 

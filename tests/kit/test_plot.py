@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError
 from kit import plot
+from kit.errors import UserError
 from kit.errors import run as cli
 from kit.plot import MOST, Points, draw, main, read_curve, running_mean
 
@@ -58,7 +58,7 @@ def refused(capsys, monkeypatch, *argv) -> str:
     """The one line of a mistake, through the exit that the command has."""
     monkeypatch.setattr("sys.argv", ["plot.py", *map(str, argv)])
     with pytest.raises(SystemExit) as stop:
-        cli(main, (DataError,))
+        cli(main, (UserError,))
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "Traceback" not in "".join(lines)
     return lines[-1]

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from kit.errors import UserError, run
-from kit.settings import CLONE, at_least, fits, in_range, load, nearest, read_config, spell
+from kit.errors import UserError, did_you_mean, run
+from kit.settings import CLONE, at_least, fits, in_range, load, read_config, spell
 from sample import SampleSettings
 from train import TrainSettings
 
@@ -534,7 +534,7 @@ def test_fits_and_spell():
     assert fits(True, Literal["auto"] | bool) and not fits(1, Literal["auto"] | bool)
     assert spell(int | None) == "a whole number or None"
     assert spell(Literal["auto"] | bool) == "auto or True or False"
-    assert nearest("n_layers", ["n_layer", "n_head"]) == "; did you mean n_layer?"
+    assert did_you_mean("n_layers", ["n_layer", "n_head"]) == "; did you mean n_layer?"
 
 
 def test_ranges_name_setting_and_value():
@@ -612,7 +612,7 @@ def test_a_console_without_the_letters_gets_their_codes(monkeypatch, errors):
 
     monkeypatch.setattr(sys, "argv", ["tool.py"])
     with pytest.raises(SystemExit):
-        run(main, ())
+        run(main)
     sys.stdout.flush()
     sys.stderr.flush()
     assert written["stdout"].getvalue().strip() == b"na\\xefve \\u20ac"
@@ -640,7 +640,7 @@ def test_debug_shows_the_traceback(flag, monkeypatch):
         raise UserError(f"wrong, {argv}")
 
     with pytest.raises(UserError, match="wrong.*--whole=1") as error:
-        run(main, ())
+        run(main)
     assert "'--debug'" not in str(error.value)  # which is no `--name=value`
 
 
@@ -670,7 +670,7 @@ def test_a_line_is_in_the_file_when_it_is_said(monkeypatch, tmp_path):
         patch.setattr(sys, "stdout", file)
         patch.setattr(sys, "argv", ["tool.py"])
         with pytest.raises(SystemExit):
-            run(main, ())
+            run(main)
     assert seen == ["first\n", "first\nsecond\n"]
 
 
@@ -691,7 +691,7 @@ def main(argv):
     if error := {error!r}:
         raise error
     return 129
-run(main, ())
+run(main)
 """)
     process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE,

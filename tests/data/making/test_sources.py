@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data import DataError
 from data.making import formats, sources
 from data.making.sources import Piece, documents, fetched
 from data.making.tokenizers import make_tokenizer
+from kit.errors import UserError
 
 CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
           r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")
@@ -48,7 +48,7 @@ def write_lines(path, *records) -> str:
 
 def refused(source, **options) -> str:
     """The one line that a source is refused with."""
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         texts(source, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -384,7 +384,7 @@ def fetch(source, **options) -> tuple[str, list[str], list[str]]:
 
 
 def refused_fetch(source, **options) -> str:
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         fetch(source, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -487,14 +487,14 @@ def test_standard_input_can_be_read_twice_and_is_deleted(monkeypatch, data_folde
 
 
 def refused_fetch_all(names) -> str:
-    with pytest.raises(DataError) as error, fetched(names):
+    with pytest.raises(UserError) as error, fetched(names):
         pass
     return str(error.value)
 
 
 def test_standard_input_is_deleted_after_an_error_too(monkeypatch, data_folder):
     pipe(monkeypatch, b"a")
-    with pytest.raises(DataError), fetched(["-", "hf:"]):
+    with pytest.raises(UserError), fetched(["-", "hf:"]):
         pass
     with pytest.raises(KeyboardInterrupt), fetched(["-"]):
         raise KeyboardInterrupt
@@ -549,7 +549,7 @@ def test_shakespeare_is_downloaded_once(served, data_folder):
 
 def test_a_changed_download_is_not_kept(served, data_folder):
     served.write_bytes(b"404: Not Found")
-    with pytest.raises(DataError, match=r"served\.txt \(14 bytes\) has SHA-256 .*expected.*try"):
+    with pytest.raises(UserError, match=r"served\.txt \(14 bytes\) has SHA-256 .*expected.*try"):
         texts("shakespeare")
     assert not (data_folder / ".cache").exists()
 
@@ -560,13 +560,13 @@ def test_a_damaged_copy_is_not_used(served, data_folder):
     assert texts("shakespeare") == {"shakespeare": "First Citizen:\n"}  # downloaded again
     (data_folder / ".cache/tinyshakespeare.txt").write_bytes(b"First")
     served.unlink()
-    with pytest.raises(DataError, match="could not download"):
+    with pytest.raises(UserError, match="could not download"):
         texts("shakespeare")
 
 
 def test_without_network_a_local_path_is_asked_for(served):
     served.unlink()
-    with pytest.raises(DataError, match="could not download .*give a local copy"):
+    with pytest.raises(UserError, match="could not download .*give a local copy"):
         texts("shakespeare")
 
 
@@ -579,7 +579,7 @@ def test_a_standard_library_that_is_not_there_is_named(files, tmp_path, monkeypa
         for name, text in files.items():
             (folder / name).write_text(text)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(folder))
-    with pytest.raises(DataError, match="zipped, absent or stripped") as error:
+    with pytest.raises(UserError, match="zipped, absent or stripped") as error:
         list(documents("stdlib"))
     assert "\n" not in str(error.value) and "--dataset=my.txt" in str(error.value)
 

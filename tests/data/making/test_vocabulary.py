@@ -11,10 +11,11 @@ import tiktoken.load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, prepare
+from data import prepare
 from data.making import vocabulary
 from data.making.tokenizers import make_tokenizer
 from data.tokenizer import BPETokenizer
+from kit.errors import UserError
 
 URL = "https://openaipublic.blob.core.windows.net/"
 
@@ -96,17 +97,17 @@ def test_a_damaged_file_is_named(files, offline, name):
         (files / name).write_bytes(damaged)
         message = (rf"{name} \({len(damaged):,} bytes\) has SHA-256 \w+, expected \w+; "
                    r"fetch https://\S+ again")
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(UserError, match=message):
             make_tokenizer(f"gpt2:{files}")
 
 
 def test_a_missing_file_is_named_with_its_place(files, offline):
-    with pytest.raises(DataError, match=r"o200k_base.tiktoken is missing; fetch https://\S+ on an"):
+    with pytest.raises(UserError, match=r"o200k_base.tiktoken is missing; fetch https://\S+ on an"):
         make_tokenizer(f"o200k_base:{files}")
-    with pytest.raises(DataError, match=r"nowhere.vocab\.bpe is missing"):
+    with pytest.raises(UserError, match=r"nowhere.vocab\.bpe is missing"):
         make_tokenizer(f"gpt2:{files / 'nowhere'}")
     (files / "encoder.json").unlink()
-    with pytest.raises(DataError, match=r"encoder\.json is missing; fetch https://"):
+    with pytest.raises(UserError, match=r"encoder\.json is missing; fetch https://"):
         make_tokenizer(f"gpt2:{files}")
 
 
@@ -116,7 +117,7 @@ def test_a_missing_file_is_named_with_its_place(files, offline):
 def test_without_network_it_says_what_to_fetch(offline, name, urls):
     message = (rf"{name} is missing or damaged .*\(ConnectionError\); fetch {urls} on another .*"
                rf"--tokenizer={name}:FOLDER, or set TIKTOKEN_CACHE_DIR")
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         make_tokenizer(name)
     assert "\n" not in str(caught.value) and URL in str(caught.value)
     assert tiktoken.load.read_file_cached.__module__ == "tiktoken.load"  # it is in its place again
@@ -126,7 +127,7 @@ def test_a_damaged_cache_is_told(offline, gpt2_cache):
     shutil.copytree(gpt2_cache, offline)
     damaged = min(offline.iterdir())
     damaged.write_bytes(damaged.read_bytes()[:1000])
-    with pytest.raises(DataError, match=r"gpt2 is missing or damaged in tiktoken's cache"):
+    with pytest.raises(UserError, match=r"gpt2 is missing or damaged in tiktoken's cache"):
         make_tokenizer("gpt2")
 
 
@@ -168,5 +169,5 @@ def test_what_cannot_be_cut_is_one_line(engines):
     gpt2, cl100k, o200k = engines
     for text in (" " * 1_000_000 + "x", "\n" + " " * 1_000_000 + "x"):
         assert gpt2.decode(gpt2.encode(text)) == cl100k.decode(cl100k.encode(text)) == text
-        with pytest.raises(DataError, match=r"gives up on a text of 1,000,00\d char.* shorten"):
+        with pytest.raises(UserError, match=r"gives up on a text of 1,000,00\d char.* shorten"):
             o200k.encode(text)

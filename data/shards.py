@@ -5,7 +5,6 @@ the rest zero, and then the tokens: uint16, or uint32 for vocabularies above 65,
 data has two files more of that form: what is trained on, and where samples begin.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from data.order import window_starts, windows
 from kit.errors import UserError
+from kit.files import sha256_of
 
 HEADER_BYTES = 256 * 4
 LAYOUTS = {  # what a file holds: its magic, version and type
@@ -25,15 +25,6 @@ LAYOUTS = {  # what a file holds: its magic, version and type
 }
 CHUNK = 1 << 20  # numbers or bytes held when a whole file is read
 OPEN_FILES = 64  # of a split at a time: a Mac grants a process 256, and 10B tokens have 100 shards
-
-
-def file_hash(path: Path) -> str:
-    """Hex SHA-256 of a file of any size."""
-    sha256, buffer = hashlib.sha256(), bytearray(CHUNK)
-    with open(path, "rb", buffering=0) as file:
-        while n := file.readinto(buffer):
-            sha256.update(memoryview(buffer)[:n])
-    return sha256.hexdigest()
 
 
 def check_header(path: Path, kind: str = "tokens") -> tuple[int, np.dtype]:
@@ -111,7 +102,7 @@ class Shards:
     def verify(self, recorded: list[dict]) -> None:
         """Read everything: each file has the recorded hash, and each number is below limit."""
         for path, record in zip(self.paths, recorded, strict=True):
-            if record.get("sha256") and (got := file_hash(path)) != record["sha256"]:
+            if record.get("sha256") and (got := sha256_of(path)) != record["sha256"]:
                 raise UserError(f"{path} has SHA-256 {got}, but dataset.json says "
                                 f"{record['sha256']}; prepare or download it again")
         chunks = range(0, self.n, CHUNK)

@@ -110,10 +110,15 @@ def size_of(path: Path) -> int:
 def digest(path: Path) -> str:
     """Hex SHA-256 of a plain file."""
     size_of(path)
-    sha = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            sha.update(block)
+    return sha256_of(path)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file, or of what a link leads to."""
+    sha, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with path.open("rb", buffering=0) as f:
+        while n := f.readinto(buffer):
+            sha.update(memoryview(buffer)[:n])
     return sha.hexdigest()
 
 

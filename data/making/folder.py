@@ -11,8 +11,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from data import data_root, read_json
-from data.making.sources import written_whole
 from kit.errors import UserError
+from kit.files import write_text
 
 
 class Building:
@@ -99,5 +99,4 @@ def _lock(root: Path, name: str) -> FileLock:
 
 def write_json(path: Path, value: dict) -> None:
     """Write a JSON object and see it onto the disk."""
-    with written_whole(path) as file:
-        file.write(json.dumps(value, indent=1).encode("ascii"))
+    write_text(path, json.dumps(value, indent=1))

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from http.client import HTTPException
 from pathlib import Path
-from typing import BinaryIO
 
 from tqdm import tqdm
 
@@ -20,6 +19,7 @@ from data import canonical_hash, data_root
 from data.making import formats
 from data.making.formats import Piece
 from kit.errors import UserError
+from kit.files import replacing
 
 KEYWORDS = ("stdlib", "shakespeare")
 SHAKESPEARE_URL = (
@@ -94,7 +94,7 @@ def _spool(cache: Path, say: Callable[[str], None]) -> Iterator[Path]:
 def _clear(cache: Path) -> None:
     """Delete what processes that were killed have left in the cache."""
     for path in cache.glob("*-*") if os.name != "nt" else ():  # where os.kill(pid, 0) kills
-        if left := re.fullmatch(r"(?:stdin|\.tmp)-(?:.*-)?(\d+)(?:\.jsonl)?", path.name):
+        if left := re.fullmatch(r"(?:stdin|\.tmp)-(\d+)\b.*", path.name):
             try:
                 os.kill(int(left[1]), 0)
             except ProcessLookupError:
@@ -123,28 +123,13 @@ def _download(source: str, cache: Path, text_column: str | None,
         return shown, str(path)
     room = shutil.disk_usage(cache).free / 1e9
     say(f"{source}: writing to {path}, on a disk with {room:,.1f} GB of room")
-    with written_whole(path) as file:
+    with replacing(path) as aside, open(aside, "wb") as file:
         records = _stream(source, name, config or None, split or "train", text_column)
         for record in tqdm(records, source, unit=" documents", disable=None):
             # Of what JSON lacks, as dates, comes a number: `documents` says that it is no text.
             line = json.dumps(record, ensure_ascii=False, default=lambda _: 0) + "\n"
             file.write(line.encode("utf-8"))
     return shown, str(path)
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is in its place when the block ends well, and else nowhere."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.stem}-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _stream(source: str, name: str, config: str | None, split: str,
@@ -224,6 +209,7 @@ def _shakespeare() -> Path:
     if (got := sha256(content).hexdigest()) != SHAKESPEARE_SHA256:
         raise UserError(f"{SHAKESPEARE_URL} ({len(content):,} bytes) has SHA-256 {got}, expected "
                         f"{SHAKESPEARE_SHA256}; try again, or {elsewhere}")
-    with written_whole(path) as file:
-        file.write(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        aside.write_bytes(content)
     return path

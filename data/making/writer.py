@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import HEADER_BYTES, LAYOUTS, file_hash
+from data.shards import HEADER_BYTES, LAYOUTS
+from kit.files import sha256_of
 
 
 class ShardWriter:
@@ -45,7 +46,7 @@ class ShardWriter:
             file.flush()
             os.fsync(file.fileno())
         self.shards.append(
-            {"file": self._path.name, "tokens": self._tokens, "sha256": file_hash(self._path)})
+            {"file": self._path.name, "tokens": self._tokens, "sha256": sha256_of(self._path)})
 
     def close(self) -> None:
         """Let go of the file, however far it came; a system may not remove it before."""

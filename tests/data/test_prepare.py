@@ -522,7 +522,7 @@ def test_help_shows_every_default(capsys):
 def test_the_room_stands_alone():
     """Without torch, and without loading what only some tokenizers need."""
     code = ("import sys, data.prepare, data.dataset; heavy = {'torch', 'tiktoken', 'tokenizers', "
-            "'model', 'kit.files', 'data.making'}; print(sorted(heavy & set(sys.modules)))")
+            "'model', 'kit.device', 'data.making'}; print(sorted(heavy & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CLONE,
                           check=True)
     assert done.stdout.strip() == "[]"

@@ -509,7 +509,7 @@ def test_what_killed_processes_left_is_removed(data_folder):
     cache.mkdir(parents=True)
     kept = {"hf-a-0123456789.jsonl", f"stdin-{os.getppid()}", "tinyshakespeare.txt"}
     for name in (*kept, f"stdin-{dead.pid}", f"stdin-{dead.pid}.jsonl",
-                 f".tmp-hf-a-0123456789-{dead.pid}", f".tmp-{dead.pid}"):
+                 f".tmp-{dead.pid}-hf-a-0123456789.jsonl", f".tmp-{dead.pid}"):
         (cache / name).touch()
     with fetched(["stdlib"]):
         assert {p.name for p in cache.iterdir()} == kept

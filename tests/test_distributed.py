@@ -52,10 +52,13 @@ def chats(tmp_path) -> str:
 
 @pytest.fixture
 def train(tmp_path, config):
-    """train({name: (world, *flags)}) runs each in turn; returns {name: (exit codes, output)}."""
+    """train({name: (world, *flags)}) runs each in turn; returns {name: (exit codes, output)}.
+
+    The folder of a run is its name up to a colon: so one run can go on.
+    """
     def go(runs: dict[str, tuple], **job) -> dict[str, tuple[list[int], str]]:
-        jobs = [{"world": world, "out": str(tmp_path / f"{name}.out"),
-                 "argv": [*config, f"--out_dir={tmp_path / name}", *flags], **job}
+        jobs = [{"world": world, "out": str(tmp_path / f"{name.replace(':', '-')}.out"),
+                 "argv": [*config, f"--out_dir={tmp_path / name.partition(':')[0]}", *flags], **job}
                 for name, (world, *flags) in runs.items()]
         (tmp_path / "jobs.json").write_text(json.dumps(jobs))
         done = subprocess.run([sys.executable, str(CLONE / "tests" / "fork_ranks.py"),
@@ -94,8 +97,8 @@ def ended(results: dict) -> None:
 
 
 @pytest.mark.parametrize("flags", [
-    ("--dropout=0.2",), ("--attn_logn=learned", "--tie_embeddings=False", "--bias=True"),
-    ("--gradient_accumulation_steps=1", "--eval_iters=3"), ("chats", "--batch_size=2")])
+    ("--dropout=0.2", "--attn_logn=learned", "--tie_embeddings=False", "--bias=True"),
+    ("chats", "--batch_size=2", "--gradient_accumulation_steps=1", "--eval_iters=3")])
 def test_one_rank_two_ranks_and_shards_are_the_same(train, tmp_path, chats, flags):
     """Micro-steps shared, rows shared, masks and ragged batches: to 1e-5 over ten updates."""
     flags = [f"--dataset={chats}" if f == "chats" else f for f in flags]
@@ -121,13 +124,13 @@ def test_muon_is_the_same_where_its_iterations_are_exact(train, tmp_path):
 def test_a_run_goes_on_with_another_number_of_ranks(train, tmp_path):
     """1 -> 2 sharded -> 3 replicas -> 1, two or three updates each."""
     flags = ("--gradient_accumulation_steps=6", "--optimizer=muon", "--init_from=resume")
-    ended(train({"whole": (1, "--init_from=auto", *flags[:2])}, fp32_muon=True))
+    runs = {"whole": (1, "--init_from=auto", *flags[:2])}
     for n, (world, parallel) in enumerate(
             [(1, "auto"), (2, "fsdp"), (3, "ddp"), (1, "auto")]):
         start = "--init_from=auto" if n == 0 else flags[2]
-        ended(train({"parts": (world, f"--parallel={parallel}", *flags[:2], start,
-                               "--eval_interval=5", f"--max_iters={(3, 5, 8, 10)[n]}")},
-                    fp32_muon=True))
+        runs[f"parts:{n}"] = (world, f"--parallel={parallel}", *flags[:2], start,
+                              "--eval_interval=5", f"--max_iters={(3, 5, 8, 10)[n]}")
+    ended(train(runs, fp32_muon=True))
     theirs = weights(tmp_path / "parts")
     assert max(float((w - theirs[n]).abs().max())
                for n, w in weights(tmp_path / "whole").items()) < 1e-5
@@ -136,11 +139,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(train, tmp_path):
 def test_more_ranks_than_there_is_to_evaluate(train, tmp_path, text_file):
     """A validation split of a single batch: the other rank has one without a target."""
     flags = ("--eval_iters=1", "--max_iters=5")
-    ended(train({"one": (1, *flags), "two": (2, *flags)}))
+    results = train({"one": (1, *flags), "two": (2, *flags), "one:by 2": (2, "--eval_only=True"),
+                     "one:by 1": (1, "--eval_only=True")})
+    ended(results)
     assert rows(tmp_path / "one")[-1]["val_loss"] == pytest.approx(
         rows(tmp_path / "two")[-1]["val_loss"], abs=1e-5)
-    said = train({"one": (2, "--eval_only=True")})["one"][1]  # the whole split, by two
-    alone = train({"one": (1, "--eval_only=True")})["one"][1]
+    said, alone = results["one:by 2"][1], results["one:by 1"][1]  # the whole split
     assert said == alone and "validation loss" in said
 
 
@@ -253,9 +257,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(config, tmp_path):
     assert whole == parts
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.skipif(
-    not hasattr(signal, "SIGHUP"), reason="not on Windows"))])
-def test_two_agents_meet_by_address_and_a_signal_saves(config, tmp_path, name):
+def test_two_agents_meet_by_address_and_a_signal_saves(config, tmp_path):
     """As on two machines. A signal to one agent stops both at the same update."""
     address = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1",
                f"--master_port={free_port()}")
@@ -265,7 +267,7 @@ def test_two_agents_meet_by_address_and_a_signal_saves(config, tmp_path, name):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
               for n in range(2)]
     wait_for(tmp_path / "run" / "log.jsonl", '"step": 7,', agents[0])
-    agents[1].send_signal(getattr(signal, name))
+    agents[1].send_signal(signal.SIGTERM)
     out = [agent.communicate(timeout=90) for agent in agents]
     assert "interrupted at step" in out[0][0], out
     step = int(re.search(r"interrupted at step (\d+), saved", out[0][0])[1])

@@ -81,7 +81,7 @@ def make(argument: str) -> BytePieceTokenizer:
                         "that bytepiece.Trainer saved")
     try:
         tokenizer = BytePieceTokenizer(read_json(Path(argument)))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, UserError) as error:
         raise UserError(f"{argument} is no BytePiece model ({error}); give one that "
                         "bytepiece.Trainer saved") from None
     tokenizer._engine  # noqa: B018  told now, not after the first pass over the text

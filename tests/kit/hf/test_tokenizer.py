@@ -310,7 +310,7 @@ def test_other_words_of_letters_are_refused(tmp_path):
 
 
 def test_files_that_are_not_there_or_no_text(tmp_path):
-    with pytest.raises(ValueError, match=r"vocab\.json is missing; give the folder tok"):
+    with pytest.raises(UserError, match=r"vocab\.json is missing; give the folder tok"):
         read(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UserError, match=r"merges\.txt is missing"):
@@ -319,7 +319,7 @@ def test_files_that_are_not_there_or_no_text(tmp_path):
     with pytest.raises(UserError, match=r"merges\.txt: not UTF-8 text at byte 3"):
         read(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         read(tmp_path)
 
 

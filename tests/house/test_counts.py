@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import coverage
 import pytest
 
 CLONE = Path(__file__).parents[2]
@@ -55,7 +56,6 @@ def test_all_lines():
 @pytest.mark.slow
 def test_executed_statements(tmp_path):
     """Of a tiny run in one process on a prepared data set, and of a text that it writes."""
-    coverage = pytest.importorskip("coverage")
     for name in ("config", "data", "kit"):
         shutil.copytree(CLONE / name, tmp_path / name,
                         ignore=shutil.ignore_patterns("__pycache__", "*.bin"))

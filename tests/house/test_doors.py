@@ -58,6 +58,15 @@ def test_doors(room):
                 assert within(name, allowed), f"{path.relative_to(CLONE)} imports {name}"
 
 
+def test_what_is_imported_by_a_name_is_extras_alone():
+    """Else the imports above would not tell: `--tokenizer=NAME:ARG` and the named experiments."""
+    for path in sources(*ROOMS):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "import_module(" in line or "__import__(" in line:
+                known = path.parent.name in ("experiments", "bench")  # their own, or to be patched
+                assert known or "(f\"extras.{" in line, (path, line)
+
+
 def test_model_imports_torch_and_the_standard_library_only():
     roots = {name.split(".")[0] for name in imports(CLONE / "model.py")}
     assert roots - {"torch"} <= set(sys.stdlib_module_names)

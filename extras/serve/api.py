@@ -16,8 +16,8 @@ from torch import Tensor
 
 from data.instruct import canonical, encode
 from data.tokenizer import Tokenizer
+from extras.serve.batch import read_of
 from extras.serve.engine import Request
-from extras.serve.row import read_of
 from kit.errors import UserError, did_you_mean, plain
 from kit.settings import fits, options
 from kit.writing.text import start_ids

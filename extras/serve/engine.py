@@ -5,13 +5,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from extras.serve.batch import Batch
-from extras.serve.row import Row
+from data.tokenizer import Tokenizer
+from extras.serve.batch import Batch, Row
 from kit.errors import out_of_memory
 from kit.sampling import Choice
 from model import GPT
@@ -105,7 +105,7 @@ class Engine:
     written since the beginning. An exception ends the jobs that it concerns and no others.
     """
 
-    def __init__(self, model: GPT, tokenizer: Any, rows: int = 32, waiting: int = 64):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, rows: int = 32, waiting: int = 64):
         self.model, self.tokenizer, self.most = model, tokenizer, rows + waiting
         self.changed, self.closed = threading.Condition(), False
         self.queue: deque[Row] = deque()

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from data.tokenizer import ByteTokenizer
 from extras.serve import batch as turns
-from extras.serve.batch import Batch
+from extras.serve.batch import Batch, Row
 from extras.serve.engine import Engine, Full, Job, Request
-from extras.serve.row import Row
 from kit.kernels import fast, native
 from kit.sampling import Sampler
 from kit.writing import window

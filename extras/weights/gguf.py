@@ -4,11 +4,9 @@ The file says that it holds a GPT-2, so a model.py that is not GPT-2 any more is
 are in the type asked for; norms, biases and positions, which are small, in f32.
 """
 
-import errno
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +24,9 @@ from kit.hf.importing import finite
 from kit.run.locate import find_checkpoint, find_run
 from kit.run.store import trained_with
 from model import GPT, GPTConfig
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 STEP = 256  # positions, of llama.cpp's cache
@@ -114,35 +115,24 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
         writer = gguf.GGUFWriter(aside, "gpt2")
         describe(writer, config, made, kind, title, chat)
         for name, w, type_ in plan:
-            shape = gguf.quants.quant_shape_to_byte_shape(w.shape, type_)
-            raw = np.dtype(np.uint8) if type_.name.startswith("Q") else np.dtype(np.float32)
-            writer.add_tensor_info(name, shape if raw.itemsize == 1 else w.shape, raw,
-                                   int(np.prod(shape)), raw_dtype=type_)
+            size = int(np.prod(gguf.quants.quant_shape_to_byte_shape(w.shape, type_)))
+            writer.add_tensor_info(name, w.shape, np.dtype(np.float32), size, raw_dtype=type_)
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+            [opened] = writer.fout
+            writer.write_padding(opened, opened.tell())
             for name, w, type_ in tqdm(plan, file.name, unit="tensors", disable=None):
                 with np.errstate(over="ignore"):  # told below
                     data = gguf.quants.quantize(np.ascontiguousarray(w, np.float32), type_)
                 if data.dtype == np.float16 and not np.isfinite(data).all():
                     raise UserError(f"{name} has weights beyond 65,504, the largest of f16; take "
                                     "--type=f32")
-                writer.write_tensor_data(data)
-        except OSError as e:  # numpy tells how much it wrote, and not why no more
-            raise (e if e.errno else why_no_more(aside)) from None
+                opened.write(data.data)  # writer.write_tensor_data hides why a disk takes no more
+                writer.write_padding(opened, data.nbytes)
         finally:
             writer.close()
-
-
-def why_no_more(file: Path) -> OSError:
-    """What the system says when more is written to a file, as to a full disk."""
-    try:
-        with file.open("ab") as f:
-            f.write(bytes(1 << 20))
-    except OSError as e:
-        return e
-    return OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def zero_biases(config: GPTConfig) -> dict[str, np.ndarray]:
@@ -151,8 +141,8 @@ def zero_biases(config: GPTConfig) -> dict[str, np.ndarray]:
             if name.endswith(".bias")}
 
 
-def describe(writer: Any, config: GPTConfig, made: Vocabulary, kind: str, title: str, chat: str
-             ) -> None:
+def describe(writer: "GGUFWriter", config: GPTConfig, made: Vocabulary, kind: str, title: str,
+             chat: str) -> None:
     """All of the file that is no tensor."""
     import gguf
 

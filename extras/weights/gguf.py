@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 STEP = 256  # positions, of llama.cpp's cache
-LAYER = {"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-         "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
-WHOLE = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 
 
 def export(source: str | None, file: Path, kind: str = "f16", step: int | None = None,
@@ -82,15 +79,6 @@ def export(source: str | None, file: Path, kind: str = "f16", step: int | None =
 # ------------------------------------------------------------------------------------ the file
 
 
-def gguf_name(name: str) -> str:
-    """'h.3.attn.c_attn.bias' -> 'blk.3.attn_qkv.bias'"""
-    stem, _, kind = name.rpartition(".")
-    if not stem.startswith("h."):
-        return f"{WHOLE[stem]}.{kind}"
-    _, layer, stem = stem.split(".", 2)
-    return f"blk.{layer}.{LAYER[stem]}.{kind}"
-
-
 def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: Vocabulary,
           kind: str, title: str, chat: str = "") -> None:
     """A GGUF file, put in its place whole. weights: fp32 by our names, biases may be left out."""
@@ -99,6 +87,7 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
     except ImportError:
         raise UserError("this needs the gguf package: pip install -r extras/requirements.txt"
                         ) from None
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
     plan, uneven = [], []
     for name, w in {**zero_biases(config), **weights}.items():
         # A head with the row of with_end is exact, or that row would not be.
@@ -107,7 +96,7 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
         short = kind.startswith("q") and w.shape[-1] % 32
         type_ = gguf.GGMLQuantizationType["F32" if exact else "F16" if short else kind.upper()]
         uneven += [name] * bool(short and not exact)
-        plan.append((gguf_name(name), w, type_))
+        plan.append((names.get_name(name, (".weight", ".bias")), w, type_))
     if uneven:
         print(f"{kind} goes by 32 numbers: {len(uneven)} matrices whose rows are no multiple of "
               f"that are in f16, such as {uneven[0]}")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from data.tokenizer import Tokenizer
 from extras.serve.api import ApiError, Body, Chat, Prompt
@@ -170,20 +171,24 @@ class Reply(Response):
     def __init__(self, answer: Answer, writing: Writing):
         self.answer, self.writing, self.background = answer, writing, None
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.writing as writing:
             watch = asyncio.create_task(self.watch(receive))
             try:
-                await (self.stream if self.answer.body.stream else self.whole)(writing, send)
+                if self.answer.body.stream:
+                    await self.stream(writing, send)
+                else:
+                    data = await self.whole(writing)
+                    await Response(data, media_type="application/json")(scope, receive, send)
             finally:
                 watch.cancel()
 
-    async def watch(self, receive: Any) -> None:
+    async def watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.writing.cancel()
 
-    async def whole(self, writing: Writing, send: Any) -> None:
+    async def whole(self, writing: Writing) -> bytes:
         answer, texts = self.answer, [[] for _ in writing.jobs]
         ends: list[str | None] = [None] * len(texts)
         async for news in writing:
@@ -194,12 +199,9 @@ class Reply(Response):
         if "timeout" in ends and not any(texts):
             raise busy()
         choices = [answer.choice(i, *text) for i, text in enumerate(zip(texts, ends, strict=True))]
-        data = answer.object(choices, answer.usage())
-        await send(start([(b"content-type", b"application/json"),
-                          (b"content-length", b"%d" % len(data))]))
-        await send({"type": "http.response.body", "body": data})
+        return answer.object(choices, answer.usage())
 
-    async def stream(self, writing: Writing, send: Any) -> None:
+    async def stream(self, writing: Writing, send: Send) -> None:
         """Server-sent events. Headers go out with the first token, so what fails before it is an
         error of HTTP; later an event says so, and the stream ends."""
         answer, begun = self.answer, False
@@ -209,8 +211,9 @@ class Reply(Response):
                 if not begun:
                     if all(ended == "timeout" for _, _, ended in news):
                         raise busy()
-                    await send(start([(b"content-type", b"text/event-stream; charset=utf-8"),
-                                      (b"cache-control", b"no-store")]))
+                    await send({"type": "http.response.start", "status": 200, "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-store")]})
                     begun = True
                 await send({"type": "http.response.body", "more_body": True, "body": b"".join(
                     event(answer.object([answer.choice(*text)], None)) for text in news)})
@@ -229,10 +232,6 @@ def stopping() -> ApiError:
 
 def busy() -> ApiError:
     return ApiError("the server was too busy to begin in time", 503, headers={"Retry-After": "5"})
-
-
-def start(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 def event(data: bytes) -> bytes:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from data.instruct import canonical, encode
 from data.tokenizer import Tokenizer
+from extras.serve.batch import read_of
 from extras.serve.engine import Request
-from extras.serve.row import read_of
 from kit.errors import UserError, did_you_mean, plain
 from kit.settings import fits, options
 from kit.writing.text import start_ids
@@ -105,7 +105,7 @@ class Chat(Body):
     tools: list = field(default_factory=list)
 
 
-def read(kind: type[Body], data: bytes, most: int) -> Any:
+def read(kind: type[Body], data: bytes, most: int) -> Body:
     """A request of a kind, from JSON; ApiError for whatever is wrong. most: its max_tokens."""
     try:
         return check(kind, json.loads(data, parse_constant=refuse_constant), most)
@@ -242,7 +242,6 @@ def requests_of(body: Body, prompts: Sequence[Prompt], end: int | None) -> list[
     make = partial(Request, max_tokens=body.max_tokens, temperature=float(body.temperature),
                    top_k=body.top_k, top_p=float(body.top_p), min_p=float(body.min_p),
                    repetition_penalty=float(body.repetition_penalty), stop=body.stops,
-                   logprobs=getattr(body, "logprobs", None) if isinstance(body, Completion)
-                   else None, end=end)
+                   logprobs=body.logprobs if isinstance(body, Completion) else None, end=end)
     return [make(prompt.ids, seed=seed + i * body.n + j, read=prompt.read)
             for i, prompt in enumerate(prompts) for j in range(body.n)]

@@ -5,13 +5,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from extras.serve.batch import Batch
-from extras.serve.row import Row
+from data.tokenizer import Tokenizer
+from extras.serve.batch import Batch, Row
 from kit.errors import out_of_memory
 from kit.sampling import Choice
 from model import GPT
@@ -52,26 +52,20 @@ class Job:
     """A request on its way. `take` and `cancel` may be called from any thread.
 
     ended: None, "stop" (one of the stops, or the end), "length", what `cancel` was told, or
-    "error: ...", then with the exception as `error`. It is set after the last token was put: who
-    looks at it first and then takes misses nothing.
+    "error: ...". It is set after the last token was put: who looks at it first and then takes
+    misses nothing.
     """
 
     def __init__(self, request: Request, news: Callable[["Job"], None],
                  wake: Callable[[], None]):
         self.request, self.news, self.wake = request, news, wake
         self.ended: str | None = None
-        self.error: Exception | None = None
         self.cancelled: str | None = None
         self.tokens: deque[Token] = deque()
 
     def take(self) -> list[Token]:
-        """The tokens that are new since the last call."""
-        tokens = []
-        try:
-            while True:
-                tokens.append(self.tokens.popleft())
-        except IndexError:
-            return tokens
+        """The tokens that are new since the last call; one thread at a time may take them."""
+        return [self.tokens.popleft() for _ in range(len(self.tokens))]
 
     def cancel(self, why: str = "cancelled") -> None:
         """End it with the step that is being made."""
@@ -93,7 +87,6 @@ class Job:
 
     def fail(self, error: Exception) -> None:
         reason = "out of memory" if out_of_memory(error) else str(error) or repr(error)
-        self.error = error.with_traceback(None)  # its frames would keep all that they know
         self.ended = f"error: {reason}"
         self.news(self)
 
@@ -105,7 +98,7 @@ class Engine:
     written since the beginning. An exception ends the jobs that it concerns and no others.
     """
 
-    def __init__(self, model: GPT, tokenizer: Any, rows: int = 32, waiting: int = 64):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, rows: int = 32, waiting: int = 64):
         self.model, self.tokenizer, self.most = model, tokenizer, rows + waiting
         self.changed, self.closed = threading.Condition(), False
         self.queue: deque[Row] = deque()
@@ -127,16 +120,11 @@ class Engine:
         return self.batch.tokens
 
     def submit(self, request: Request, wake: Callable[[], None] = lambda: None) -> Job:
-        """A job, or Full; ValueError for what cannot be. Quick for ids that fit into the window.
+        """A job, or Full. Quick for ids that fit into the window; extras/serve/api.py checks them.
 
         wake: called in the engine's thread when there is something to take or the job has ended;
         of jobs that share the very same one, once for all. It must be quick.
         """
-        V = self.model.config.vocab_size
-        if not request.ids or min(request.ids) < 0 or max(request.ids) >= V:
-            raise ValueError(f"ids: expected at least one, all from 0 to {V - 1}")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens={request.max_tokens}: expected at least 1")
         job = Job(request, self.news, wake)
         row = Row(job, self.model)
         with self.changed:

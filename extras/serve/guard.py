@@ -6,10 +6,9 @@ import ipaddress
 import json
 import re
 import socket
-from collections.abc import Callable
-from typing import Any
 
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from extras.serve.api import ApiError
 
@@ -38,16 +37,16 @@ class Guard:
     Where there is a key any name is, as a proxy has: who lacks the key learns how busy we are.
     """
 
-    def __init__(self, app: Callable, names: set[str], local: bool, key: bytes | None):
+    def __init__(self, app: ASGIApp, names: set[str], local: bool, key: bytes | None):
         self.app, self.names, self.local, self.key = app, names, local, key
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
         if scope["type"] == "http" and (refusal := self.refusal(scope)):
             app = error(refusal)
         await app(scope, receive, send)
 
-    def refusal(self, scope: Any) -> ApiError | None:
+    def refusal(self, scope: Scope) -> ApiError | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if not self.key and not self.is_ours(host):

@@ -8,17 +8,19 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from data.tokenizer import Tokenizer
 from extras.serve.answer import Answer, Reply, Writing
 from extras.serve.api import (
     ApiError,
@@ -33,6 +35,9 @@ from extras.serve.api import (
 from extras.serve.engine import Engine
 from extras.serve.guard import Guard, error, names_of
 
+if TYPE_CHECKING:
+    from extras.serve.server import ServeSettings
+
 SLOW = 10  # seconds for the head of a request, for its body, and for what nobody waits for
 STUCK = 30  # seconds for a client that reads nothing
 CONNECTIONS = 500  # that may be open beside those whose texts are written or wait
@@ -45,9 +50,9 @@ HEADERS = [("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referr
             "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'")]
 
 
-def make_app(s: Any, name: str, engine: Engine, tokenizer: Any, local: bool) -> Callable:
-    """The application for a model of this name. s: ServeSettings. local: it is bound to loopback.
-    """
+def make_app(s: "ServeSettings", name: str, engine: Engine, tokenizer: Tokenizer, local: bool
+             ) -> ASGIApp:
+    """The application for a model of this name. local: it is bound to loopback."""
     app = FastAPI(openapi_url=None)
     config, limit = engine.model.config, s.max_concurrent + s.max_waiting
 
@@ -157,7 +162,7 @@ class Protocol(H11Protocol):
 
     slow = stuck = None  # timers
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.slow = self.loop.call_later(SLOW, transport.abort)
 
@@ -202,7 +207,7 @@ def stop(timer: asyncio.TimerHandle | None) -> None:
 class Server(uvicorn.Server):
     """uvicorn's, which ends its streams when it is told to stop, and at once when told twice."""
 
-    def __init__(self, app: Callable, engine: Engine, most: int):
+    def __init__(self, app: ASGIApp, engine: Engine, most: int):
         super().__init__(uvicorn.Config(
             app, http=Protocol, loop="asyncio", ws="none", lifespan="off", log_level="error",
             access_log=False, proxy_headers=False, server_header=False, headers=HEADERS,
@@ -211,7 +216,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=3))
         self.engine, self.stopped_by = engine, 0
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)
         self.should_exit, self.stopped_by = True, sig

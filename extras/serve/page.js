@@ -1,13 +1,15 @@
 // The page: it asks for text, shows it, and does what people want with it. What a server or a model
 // sends becomes text nodes, never HTML; colours and bars are set as properties, not as attributes.
 
-import { choiceRows, element } from "./page.choices.js";
-import { readSettings } from "./page.settings.js";
 import { complete, modelName } from "./page.stream.js";
-import { add, cut, focusable, grow, indexOf, tokens, written } from "./page.text.js";
+import {
+  add, choiceRows, cut, element, focusable, grow, indexOf, tokens, written,
+} from "./page.text.js";
 
 const $ = (id) => document.getElementById(id);
 const end = document.querySelector("footer");
+const form = $("settings");
+const UNESCAPED = { n: "\n", t: "\t", "\\": "\\" };
 
 let begin = ""; // the prompt that the tokens follow
 let running = null; // AbortController of the request under way
@@ -136,6 +138,25 @@ function replace(i, name, logprob) {
   });
 }
 
+// ------------------------------------------------------------------------------- settings
+
+/** All as the server takes them; null where one is not valid, which the browser then shows. */
+function readSettings() {
+  if ($("new_seed").checked) form.elements.seed.value = Math.floor(Math.random() * 1e6);
+  if (!form.reportValidity()) return null;
+  const { stop, ...values } = Object.fromEntries(new FormData(form));
+  for (const name in values) values[name] = Number(values[name]);
+  return stop ? { ...values, stop: stop.replace(/\\([nt\\])/g, (_, c) => UNESCAPED[c]) } : values;
+}
+
+/** Write beside each slider where it stands. */
+function showSettings() {
+  for (const slider of form.querySelectorAll("input[type=range]")) {
+    const off = slider.value === slider.dataset.off;
+    slider.parentElement.querySelector("output").textContent = off ? "off" : slider.value;
+  }
+}
+
 // -------------------------------------------------------------------------- what people do
 
 function write() {
@@ -223,4 +244,7 @@ document.addEventListener("click", (event) => {
   else if (!$("choices").contains(event.target)) closeChoices();
 });
 $("key").addEventListener("change", nameModel);
+form.addEventListener("input", showSettings);
+form.addEventListener("submit", (event) => event.preventDefault());
+window.addEventListener("pageshow", showSettings); // a browser restores values after a reload
 nameModel();

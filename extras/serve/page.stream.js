@@ -11,11 +11,15 @@ async function answered(promise) {
   }
 }
 
-/** An Error with the server's own words, or its status. */
-async function refusal(response) {
+/** The server's response; where it refuses, an Error with its own words, or its status. */
+async function ask(path, key, options) {
+  const login = key && { Authorization: `Bearer ${key}` };
+  const headers = { "Content-Type": "application/json", ...login };
+  const response = await answered(fetch(path, { ...options, headers }));
+  if (response.ok) return response;
   const answer = await response.json().catch(() => null);
   const said = `The server says ${response.status} ${response.statusText}.`;
-  return Object.assign(new Error(answer?.error?.message || said), { status: response.status });
+  throw Object.assign(new Error(answer?.error?.message || said), { status: response.status });
 }
 
 /** The data of each server-sent event, however the network cuts them into pieces. */
@@ -81,10 +85,6 @@ async function* parts(body) {
   throw new Error("The connection ended before the text did.");
 }
 
-function headers(key) {
-  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-}
-
 /** Send a request; once the server has taken it, an iterator over the parts of its answer.
  *
  *  key: of the API, or "". Throws an Error with a message for people and perhaps an HTTP status,
@@ -92,15 +92,11 @@ function headers(key) {
  */
 export async function complete(request, key, signal) {
   const body = JSON.stringify({ ...request, stream: true, logprobs: 10 });
-  const response = await answered(
-    fetch("v1/completions", { method: "POST", headers: headers(key), body, signal }));
-  if (!response.ok) throw await refusal(response);
-  return parts(response.body);
+  return parts((await ask("v1/completions", key, { method: "POST", body, signal })).body);
 }
 
 /** The name of the model that is served. */
 export async function modelName(key) {
-  const response = await answered(fetch("v1/models", { headers: headers(key) }));
-  if (!response.ok) throw await refusal(response);
-  return (await response.json()).data[0].id;
+  const models = await (await ask("v1/models", key)).json();
+  return models.data[0].id;
 }

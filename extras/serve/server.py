@@ -14,7 +14,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -123,7 +123,7 @@ def name_of(folder: Path) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def tell(s: Any, sock: socket.socket, name: str, local: bool) -> None:
+def tell(s: ServeSettings, sock: socket.socket, name: str, local: bool) -> None:
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     if not local:

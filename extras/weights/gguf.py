@@ -4,11 +4,9 @@ The file says that it holds a GPT-2, so a model.py that is not GPT-2 any more is
 are in the type asked for; norms, biases and positions, which are small, in f32.
 """
 
-import errno
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,11 +25,11 @@ from kit.run.locate import find_checkpoint, find_run
 from kit.run.store import trained_with
 from model import GPT, GPTConfig
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 STEP = 256  # positions, of llama.cpp's cache
-LAYER = {"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-         "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
-WHOLE = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 
 
 def export(source: str | None, file: Path, kind: str = "f16", step: int | None = None,
@@ -81,15 +79,6 @@ def export(source: str | None, file: Path, kind: str = "f16", step: int | None =
 # ------------------------------------------------------------------------------------ the file
 
 
-def gguf_name(name: str) -> str:
-    """'h.3.attn.c_attn.bias' -> 'blk.3.attn_qkv.bias'"""
-    stem, _, kind = name.rpartition(".")
-    if not stem.startswith("h."):
-        return f"{WHOLE[stem]}.{kind}"
-    _, layer, stem = stem.split(".", 2)
-    return f"blk.{layer}.{LAYER[stem]}.{kind}"
-
-
 def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: Vocabulary,
           kind: str, title: str, chat: str = "") -> None:
     """A GGUF file, put in its place whole. weights: fp32 by our names, biases may be left out."""
@@ -98,6 +87,7 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
     except ImportError:
         raise UserError("this needs the gguf package: pip install -r extras/requirements.txt"
                         ) from None
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
     plan, uneven = [], []
     for name, w in {**zero_biases(config), **weights}.items():
         # A head with the row of with_end is exact, or that row would not be.
@@ -106,7 +96,7 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
         short = kind.startswith("q") and w.shape[-1] % 32
         type_ = gguf.GGMLQuantizationType["F32" if exact else "F16" if short else kind.upper()]
         uneven += [name] * bool(short and not exact)
-        plan.append((gguf_name(name), w, type_))
+        plan.append((names.get_name(name, (".weight", ".bias")), w, type_))
     if uneven:
         print(f"{kind} goes by 32 numbers: {len(uneven)} matrices whose rows are no multiple of "
               f"that are in f16, such as {uneven[0]}")
@@ -114,35 +104,24 @@ def write(file: Path, config: GPTConfig, weights: dict[str, np.ndarray], made: V
         writer = gguf.GGUFWriter(aside, "gpt2")
         describe(writer, config, made, kind, title, chat)
         for name, w, type_ in plan:
-            shape = gguf.quants.quant_shape_to_byte_shape(w.shape, type_)
-            raw = np.dtype(np.uint8) if type_.name.startswith("Q") else np.dtype(np.float32)
-            writer.add_tensor_info(name, shape if raw.itemsize == 1 else w.shape, raw,
-                                   int(np.prod(shape)), raw_dtype=type_)
+            size = int(np.prod(gguf.quants.quant_shape_to_byte_shape(w.shape, type_)))
+            writer.add_tensor_info(name, w.shape, np.dtype(np.float32), size, raw_dtype=type_)
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+            [opened] = writer.fout
+            writer.write_padding(opened, opened.tell())
             for name, w, type_ in tqdm(plan, file.name, unit="tensors", disable=None):
                 with np.errstate(over="ignore"):  # told below
                     data = gguf.quants.quantize(np.ascontiguousarray(w, np.float32), type_)
                 if data.dtype == np.float16 and not np.isfinite(data).all():
                     raise UserError(f"{name} has weights beyond 65,504, the largest of f16; take "
                                     "--type=f32")
-                writer.write_tensor_data(data)
-        except OSError as e:  # numpy tells how much it wrote, and not why no more
-            raise (e if e.errno else why_no_more(aside)) from None
+                opened.write(data.data)  # writer.write_tensor_data hides why a disk takes no more
+                writer.write_padding(opened, data.nbytes)
         finally:
             writer.close()
-
-
-def why_no_more(file: Path) -> OSError:
-    """What the system says when more is written to a file, as to a full disk."""
-    try:
-        with file.open("ab") as f:
-            f.write(bytes(1 << 20))
-    except OSError as e:
-        return e
-    return OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def zero_biases(config: GPTConfig) -> dict[str, np.ndarray]:
@@ -151,8 +130,8 @@ def zero_biases(config: GPTConfig) -> dict[str, np.ndarray]:
             if name.endswith(".bias")}
 
 
-def describe(writer: Any, config: GPTConfig, made: Vocabulary, kind: str, title: str, chat: str
-             ) -> None:
+def describe(writer: "GGUFWriter", config: GPTConfig, made: Vocabulary, kind: str, title: str,
+             chat: str) -> None:
     """All of the file that is no tensor."""
     import gguf
 

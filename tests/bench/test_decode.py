@@ -174,7 +174,7 @@ def test_the_time_of_the_first_byte_after_the_prompt():
 @pytest.mark.parametrize("bits,error", [("32", 0), ("16", 1e-3), ("8", 0.01), ("4", 0.126)])
 def test_a_gguf_file_holds_the_model(model, bits, error):
     gguf = pytest.importorskip("gguf")
-    from extras.weights.gguf import gguf_name
+    from tests.extras.weights.test_gguf import gguf_name
 
     ours = Ours.load(None, model)
     tensors = {t.name: t for t in gguf.GGUFReader(write_gguf(model, bits)).tensors}

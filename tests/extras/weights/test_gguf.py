@@ -20,7 +20,7 @@ from data.making.tokenizers import make_tokenizer
 from data.prepare import resolve
 from data.tokenizer import EOT, BPETokenizer, Tokenizer
 from extras.weights import gguf as to_gguf
-from extras.weights.gguf import export, gguf_name
+from extras.weights.gguf import export
 from extras.weights.gguf_vocabulary import PRE, vocabulary, with_end
 from kit.errors import UserError, spell_os_error
 from kit.run import store
@@ -91,6 +91,20 @@ def read(path: Path) -> SimpleNamespace:
 
 
 # -------------------------------------------------------------------------------------- the file
+
+LAYER = {"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+         "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+OTHERS = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    """'h.3.attn.c_attn.bias' -> 'blk.3.attn_qkv.bias'"""
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("h."):
+        return f"{OTHERS[stem]}.{kind}"
+    _, layer, stem = stem.split(".", 2)
+    return f"blk.{layer}.{LAYER[stem]}.{kind}"
+
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

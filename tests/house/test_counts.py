@@ -18,7 +18,7 @@ PATH = ("model.py", "train.py", "sample.py", "data/shards.py", "data/dataset.py"
 PATH_LINES = 1_900  # goal: 1,700
 ALL_LINES = 19_250  # goal: 16,500
 STATEMENTS = 2_550  # goal: 1,800; executed by train.py and sample.py with --kernels=torch
-LONGEST_MEAN = 54.2  # characters in a line that is not blank: no fewer lines by longer ones
+LONGEST_MEAN = 54.3  # characters in a line that is not blank: no fewer lines by longer ones
 CODE = {".py", ".cpp", ".h", ".js", ".css", ".html"}
 
 

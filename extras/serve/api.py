@@ -111,7 +111,7 @@ def read(kind: type[Body], data: bytes, most: int) -> Body:
         return check(kind, json.loads(data, parse_constant=refuse_constant), most)
     except RecursionError:
         raise ApiError("the body is nested too deep") from None
-    except (ValueError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise ApiError(f"the body is no JSON in UTF-8: {e}") from None
 
 

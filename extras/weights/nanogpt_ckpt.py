@@ -86,7 +86,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def unpickle(path: Path) -> Any:
     """What torch's restricted unpickler makes of a file, with its tensors left on the disk."""
     size_of(path)
-    if not zipfile.is_zipfile(path) or not stored(path):
+    if not stored(path):
         raise UserError(f"{path}: no whole file of torch.save, which is a zip archive; copy it "
                         "again, or save it anew with PyTorch 1.6 or later")
     try:
@@ -103,7 +103,7 @@ def unpickle(path: Path) -> Any:
 
 
 def stored(path: Path) -> bool:
-    """Whether nothing in a zip archive is compressed: torch compresses nothing, a bomb does."""
+    """Whether it is a zip archive, and uncompressed: torch compresses nothing, a bomb does."""
     try:
         with zipfile.ZipFile(path) as archive:
             return all(part.compress_type == zipfile.ZIP_STORED for part in archive.infolist())
